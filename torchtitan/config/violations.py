@@ -1,0 +1,39 @@
+"""Report every broken setting at once instead of the first one.
+
+A config's ``__post_init__`` calls ``reject(message)`` for each rule that a value breaks. In code that
+is a ``ValueError`` on the spot. While a command line is parsed, ``collecting()`` gathers the
+messages instead, so that a user who got three flags wrong hears of all three in one go.
+
+    __post_init__ -> reject -> ValueError            (a recipe or a test builds a config)
+    __post_init__ -> reject -> the list of collecting() -> one message, exit code 2   (command line)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_collected: ContextVar[list[str] | None] = ContextVar("collected_violations", default=None)
+
+
+def reject(message: str) -> None:
+    """Raise ``ValueError(message)``, or note it when a caller is collecting.
+
+    Code after a ``reject`` must therefore stand a value that was just rejected.
+    """
+    found = _collected.get()
+    if found is None:
+        raise ValueError(message)
+    # tyro and dataclasses.replace build the same config more than once.
+    if message not in found:
+        found.append(message)
+
+
+@contextmanager
+def collecting() -> Iterator[list[str]]:
+    """Gather the messages of every ``reject`` in the block, each once, in order."""
+    found: list[str] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)

@@ -1,0 +1,3 @@
+"""Experiments may import anything; nothing imports them."""
+
+_supported_experiments: frozenset[str] = frozenset()
