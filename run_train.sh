@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Train. Sets up the environment when needed, checks the settings, then starts all ranks.
+#
+#   ./run_train.sh [--flag value ...]      --help lists every flag
+#
+# Environment:
+#   MODULE, CONFIG   recipe (default: llama3, llama3_jargon); --module and --config win over them
+#   NGPU             ranks on this machine (default: its GPUs, else 2 ranks on the CPU)
+#   LOG_RANK         ranks whose output is shown, comma separated (default: 0)
+#   COMM_MODE        fake_backend: one step in one process that plays one of NGPU ranks
+#   TORCHRUN_ARGS    further options of torchrun, for example "--max-restarts 3"
+#   PYTHON           interpreter to start from (default: the first Python >= 3.11 on PATH)
+#   TORCHTITAN_DRY_RUN=1   print the two commands instead of running them
+set -euo pipefail
+# Recipes name files relative to the repository, so every path on the command line is relative to
+# it as well, wherever this script is called from.
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
+
+python=$(scripts/setup_env.sh runtime)
+# This clone, also in an environment that has another one installed.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+recipe_module=(--module "${MODULE:-llama3}")
+recipe_config=(--config "${CONFIG:-llama3_jargon}")
+wants_help=false
+for argument in "$@"; do
+    case "$argument" in
+        --module | --module=*) recipe_module=() ;;
+        --config | --config=*) recipe_config=() ;;
+        -h | --help) wants_help=true ;;
+    esac
+done
+# ${a[@]+...}: an empty array is an unset variable to older bash.
+settings=(${recipe_module[@]+"${recipe_module[@]}"} ${recipe_config[@]+"${recipe_config[@]}"} "$@")
+
+count_gpus() {
+    # Asking torch takes seconds, so only where some accelerator's device file exists.
+    if compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/kfd ] || [ -e /dev/dxg ] ||
+        compgen -G "/dev/dri/renderD*" >/dev/null; then
+        "$python" -c 'import torch; print(torch.accelerator.device_count())'
+    else
+        echo 0
+    fi
+}
+
+gpus=$(count_gpus)
+if [ "$gpus" -gt 0 ]; then default_ranks=$gpus; else default_ranks=2; fi
+export NGPU="${NGPU:-$default_ranks}"
+export LOG_RANK="${LOG_RANK:-0}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+# With the store shared between torchrun and the ranks, a restart after a killed rank can hang.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
+if [ "$gpus" -eq 0 ]; then
+    # Several ranks with several threads each on few cores slow every step down many times.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+
+if [ -n "${COMM_MODE:-}" ]; then
+    export LOCAL_RANK=0
+    settings+=("--comm.mode=$COMM_MODE" --training.steps 1)
+    run=("$python" -m torchtitan.train "${settings[@]}")
+else
+    read -r -a torchrun_extra <<<"${TORCHRUN_ARGS:-}"
+    run=("$python" -m torch.distributed.run "--nproc_per_node=$NGPU" --rdzv_backend c10d
+        --rdzv_endpoint=localhost:0 --local-ranks-filter "$LOG_RANK" --role rank --tee 3
+        ${torchrun_extra[@]+"${torchrun_extra[@]}"} -m torchtitan.train "${settings[@]}")
+fi
+preflight=("$python" -m torchtitan.preflight "${settings[@]}")
+
+if [ -n "${TORCHTITAN_DRY_RUN:-}" ]; then
+    printf '%q ' "${preflight[@]}" && echo
+    printf '%q ' "${run[@]}" && echo
+    exit 0
+fi
+
+# One process finds settings that cannot be used, before the ranks start and each says the same.
+if "$wants_help"; then exec "${preflight[@]}"; fi
+"${preflight[@]}"
+# exec: Ctrl-C reaches torchrun itself, and the exit code of the run is the exit code of this script.
+exec "${run[@]}"
