@@ -1,0 +1,1 @@
+"""What a run tells about itself, in a form that programs can read. Standard library only."""
