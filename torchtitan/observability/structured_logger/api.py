@@ -70,7 +70,7 @@ def _find_factory(dotted_name: str) -> Callable[..., object]:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(
-            f"{HANDLERS_VARIABLE} names the handler factory '{dotted_name}', which cannot be imported: "
+            f"{HANDLERS_VARIABLE} names the handler factory {dotted_name!r}, which cannot be imported: "
             f"{error}. Give the full name of a function, such as "
             f"'{register_jsonl_handler.__module__}.{register_jsonl_handler.__name__}', or unset the variable."
         ) from error
@@ -167,7 +167,7 @@ def log_trace_scalar(values: Mapping[str, int | float], *, stacklevel: int = 2) 
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             logging.getLogger(__name__).warning(
-                f"scalar '{name}' is left out of the structured log: {type(value).__name__} is not a number. "
+                f"scalar {name!r} is left out of the structured log: {type(value).__name__} is not a number. "
                 "Pass an int or a float (for a tensor: its .item())."
             )
             continue

@@ -1,0 +1,161 @@
+"""The file operations the project needs, for local paths and for URIs such as ``s3://bucket/run``.
+
+A path that holds ``://`` is remote and goes through fsspec, which is imported only then. Local
+operations that must outlive a power cut (``makedirs``, ``rename``) also sync the directory that
+holds the changed name: on Linux the name of a file becomes durable with its directory, not with the file.
+"""
+
+import os
+import shutil
+from typing import Any
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a URI."""
+    return "://" in str(path)
+
+
+def _resolve(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """The fsspec file system of a URI, and the path inside it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(
+            f"{path!r} is a remote path and needs the package fsspec, which is not installed. "
+            "Install fsspec (and the driver of the storage, such as s3fs), or use a local path."
+        ) from error
+    return url_to_fs(str(path))
+
+
+def exists(path: str) -> bool:
+    """Whether there is anything at ``path``."""
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        return fs.exists(inner)
+    return os.path.exists(path)
+
+
+def isdir(path: str) -> bool:
+    """Whether ``path`` is a directory."""
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        return fs.isdir(inner)
+    return os.path.isdir(path)
+
+
+def isfile(path: str) -> bool:
+    """Whether ``path`` is a file."""
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        return fs.isfile(inner)
+    return os.path.isfile(path)
+
+
+def listdir(path: str) -> list[str]:
+    """The names directly below the directory ``path``, in no order."""
+    if not is_remote(path):
+        return os.listdir(path)
+    fs, inner = _resolve(path)
+    own = inner.rstrip("/")
+    # Object stores may list the folder's own marker object among its children. Compare whole
+    # paths: a child may bear the name of its folder.
+    children = (str(entry).rstrip("/") for entry in fs.ls(inner, detail=False))
+    return [child.rsplit("/", 1)[-1] for child in children if child != own]
+
+
+def join(base: str, name: str) -> str:
+    """``name`` below ``base``; a ``name`` that is a URI stands for itself."""
+    if is_remote(name):
+        return name
+    if is_remote(base):
+        return f"{base.rstrip('/')}/{name.lstrip('/')}"
+    return os.path.join(base, name)
+
+
+def rmtree(path: str) -> None:
+    """Delete ``path`` and all below it, as far as that is possible; a missing one is no error.
+
+    Remote: any error but "not found" is raised.
+    """
+    if not is_remote(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    fs, inner = _resolve(path)
+    try:
+        fs.rm(inner, recursive=True)
+    except FileNotFoundError:
+        pass
+
+
+def makedirs(path: str) -> None:
+    """Create the directory ``path`` with its parents; durable; one that exists is no error."""
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        fs.makedirs(inner, exist_ok=True)
+        return
+    created = []
+    missing = os.path.abspath(path)
+    while not os.path.isdir(missing) and os.path.dirname(missing) != missing:
+        created.append(missing)
+        missing = os.path.dirname(missing)
+    os.makedirs(path, exist_ok=True)
+    for directory in reversed(created):
+        fsync_dir(os.path.dirname(directory))
+
+
+def rename(src: str, dst: str) -> None:
+    """Give ``src``, a file or a directory, the name ``dst``.
+
+    Local: atomic, and durable on return. ``dst`` may be a file (replaced, if ``src`` is one) or an
+    empty directory; a directory that holds something is an ``OSError``. Remote: NOT atomic, a copy
+    followed by a delete, so nothing may be decided by the presence of ``dst``. Raises ``ValueError``
+    when one side is remote and the other is not.
+    """
+    if is_remote(src) != is_remote(dst):
+        raise ValueError(
+            f"cannot rename {src!r} to {dst!r}: one is local and the other remote. "
+            "Copy the data and delete the source instead."
+        )
+    if is_remote(src):
+        fs, inner_src = _resolve(src)
+        _, inner_dst = _resolve(dst)
+        fs.mv(inner_src, inner_dst, recursive=True)
+        return
+    os.rename(src, dst)
+    src_folder = os.path.dirname(os.path.abspath(src))
+    dst_folder = os.path.dirname(os.path.abspath(dst))
+    # The new name first: a power cut between the two syncs may leave both names, never neither.
+    fsync_dir(dst_folder)
+    if src_folder != dst_folder:
+        fsync_dir(src_folder)
+
+
+def fsync_dir(path: str) -> None:
+    """Make the names inside the directory ``path`` durable; nothing to do for a remote one."""
+    if is_remote(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def tree_size_bytes(path: str) -> int:
+    """The bytes of all files at and below ``path``; raises ``FileNotFoundError`` if it does not exist.
+
+    Files that disappear meanwhile are not counted, nor are the targets of symbolic links.
+    """
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        if not fs.exists(inner):
+            raise FileNotFoundError(f"cannot measure {path!r}: there is nothing at this path")
+        return int(fs.du(inner, total=True))
+    total = 0 if os.path.isdir(path) else os.lstat(path).st_size
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

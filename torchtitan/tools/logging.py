@@ -1,0 +1,41 @@
+"""The human-readable log: one line per event on stdout.
+
+``logger`` is the root logger, so libraries that log through the standard library appear in the
+same format. Lines of rank 0 begin with ``[titan] ``, those of another rank name it.
+"""
+
+import logging
+import os
+import sys
+
+logger = logging.getLogger()
+
+_warned: set[tuple[str, str]] = set()
+
+
+class _TitanHandler(logging.StreamHandler):
+    """Marks the handler that ``init_logger`` added, so that a second call replaces it."""
+
+
+def init_logger() -> None:
+    """Send INFO and above to stdout; may be called again, for example after stdout was replaced."""
+    rank = int(os.environ.get("RANK", "0"))
+    prefix = "[titan]" if rank == 0 else f"[titan rank {rank}]"
+    handler = _TitanHandler(sys.stdout)
+    handler.setFormatter(
+        logging.Formatter(f"{prefix} %(asctime)s - %(name)s - %(levelname)s - %(message)s")
+    )
+    for old in [old for old in logger.handlers if isinstance(old, _TitanHandler)]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    # Level 5 silences Kineto, whose C++ side prints several lines for every profiled step.
+    os.environ["KINETO_LOG_LEVEL"] = "5"
+
+
+def warn_once(logger: logging.Logger, msg: str) -> None:
+    """Warn about ``msg`` the first time it is seen in this process."""
+    key = (logger.name, msg)
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(msg, stacklevel=2)
