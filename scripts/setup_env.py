@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,23 +83,19 @@ def plan_steps(root: Path, group: str) -> list[Step]:
     package = [project.get("build-system"), project.get("project"), str(root)]
     package.append(project.get("tool", {}).get("setuptools"))
     package.append((root / "assets" / "version.txt").read_text())
-    steps = [
-        # Alone and first: another package must not bring a torch of its choice.
-        ("torch", f"installing {torch} (the largest part)", torch, [torch]),
-        (
-            "package",
-            "linking this repository as torchtitan",
-            package,
-            ["--no-deps", "-e", str(root)],
-        ),
+    # Torch alone and first: another package must not bring a torch of its choice.
+    planned: list[tuple[str, str, object, list[str]]] = [
+        ("torch", f"installing {torch} (the largest part)", torch, [torch])
     ]
     for name in requirement_files(group):
         wanted = read_pins(root / name)
         what = f"installing the {len(wanted)} packages of {name}"
-        steps.insert(-1, (name, what, wanted, ["-r", str(root / name)]))
+        planned.append((name, what, wanted, ["-r", str(root / name)]))
+    link = ["--no-deps", "-e", str(root)]
+    planned.append(("package", "linking this repository as torchtitan", package, link))
     return [
         Step(key=key, what=what, fingerprint=_hash(content), arguments=arguments)
-        for key, what, content, arguments in steps
+        for key, what, content, arguments in planned
     ]
 
 
@@ -108,7 +104,7 @@ def _hash(content: object) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(root: Path) -> Iterator[int]:
+def exclusive(root: Path) -> Generator[int]:
     """Hold the set-up lock of ``root``; a second start waits here and says so.
 
     Yields the file descriptor. pip inherits it: when this process is killed, the lock stays with
@@ -145,8 +141,11 @@ class VirtualEnvironment:
         self.cut_short = False
         self.is_ours = self._state_path.exists()
         if self.is_ours:
-            state = json.loads(self._state_path.read_text())
-            self.installed, self.cut_short = state["installed"], state["busy"]
+            try:
+                state = json.loads(self._state_path.read_text())
+                self.installed, self.cut_short = state["installed"], state["busy"]
+            except (ValueError, KeyError):
+                self.cut_short = True
 
     def works(self) -> bool:
         probe = (
@@ -167,6 +166,8 @@ class VirtualEnvironment:
 
     def create(self, base_python: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.is_symlink() or self.folder.exists():
+            raise SetupError(f"cannot remove {self.folder}. Remove it yourself and start again.")
         self.folder.mkdir()
         self.installed = {}
         self._write_state(busy=True)
@@ -186,7 +187,7 @@ class VirtualEnvironment:
         part.replace(self._state_path)
 
     def _run(self, what: str, command: Sequence[str | Path]) -> None:
-        say(f"{what} ... (details: {self.log})")
+        say(f"{what} ...")
         started = time.monotonic()
         with self.log.open("a") as log:
             code = subprocess.run(
@@ -240,7 +241,7 @@ def prepare_venv(root: Path, group: str) -> Path:
         running = f"{sys.version_info.major}.{sys.version_info.minor}"
         reason = reason_to_remake(venv, running if named else None)
         if reason is not None:
-            say(f".venv is made with Python {running} ({reason})")
+            say(f".venv is made with Python {running} ({reason}); what pip says goes to {venv.log}")
             # The base: the running interpreter may be the very .venv that is about to go.
             venv.create(getattr(sys, "_base_executable", sys.executable))
         for step in plan_steps(root, group):
@@ -271,6 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(choose_interpreter(ROOT, group))
     except SetupError as error:
         say(str(error))
+        return 1
+    except OSError as error:
+        say(f"cannot set up {ROOT}: {error}. Check its owner and the free space.")
         return 1
     except KeyboardInterrupt:
         say("stopped; the next start goes on from here")
