@@ -1,0 +1,57 @@
+"""Let rank 0 look at the disk and every rank follow.
+
+On a shared folder two ranks can list different contents a moment apart. What a rank decides by
+itself would then send ranks to different checkpoints, or leave one waiting for the others.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def rank_zero_decides(decide: Callable[[], T], group: "dist.ProcessGroup | None" = None) -> T:
+    """The value of ``decide()`` on rank 0, on every rank; what it raises, every rank raises.
+
+    A collective over ``group`` (default: all ranks) where a process group exists, otherwise a
+    plain call. The value must survive pickling.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return decide()
+    verdict: list[tuple[T | None, BaseException | None]] = [(None, None)]
+    own_error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            verdict = [(decide(), None)]
+        except Exception as error:
+            own_error = error
+            verdict = [(None, _portable(error))]
+    dist.broadcast_object_list(verdict, src=0, group=group)
+    if own_error is not None:
+        raise own_error
+    value, error = verdict[0]
+    if error is not None:
+        raise error
+    # Rank 0 put T here whenever it did not put an error.
+    return value  # pyrefly: ignore[bad-return]
+
+
+def gather(value: T, group: "dist.ProcessGroup | None" = None) -> list[T]:
+    """The ``value`` of every rank, in rank order; just this one without a process group."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _portable(error: Exception) -> Exception:
+    """``error`` itself if it survives pickling, else a RuntimeError with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__} on rank 0: {error}")
+    return error

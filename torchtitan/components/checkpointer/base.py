@@ -1,0 +1,383 @@
+"""What every checkpoint manager has in common: when, where, which; only the bytes differ.
+
+The public methods own the check for a disabled manager and the trace spans; a manager for a
+certain backend overrides the hooks with an underscore, never the public methods.
+
+    save -> _save:  wait for the previous save -> settle history -> retention -> write
+    load -> _load:  _choose_source (rank 0 decides, every rank follows) -> read
+"""
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+
+from torchtitan.components.checkpointer import discovery
+from torchtitan.components.checkpointer.agreement import rank_zero_decides
+from torchtitan.components.checkpointer.discovery import Kind
+from torchtitan.components.checkpointer.history import supersede, supersede_newer
+from torchtitan.components.checkpointer.retention import expired, purge_thread
+from torchtitan.components.checkpointer.schedule import SaveSchedule
+from torchtitan.components.checkpointer.settings import violations
+from torchtitan.components.checkpointer.source import choose_source, OwnFolder, Request, Source
+from torchtitan.components.checkpointer.state import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    ModelWrapper,
+    OPTIMIZER,
+    TRAIN_STATE,
+)
+from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
+from torchtitan.config import Configurable, TORCH_DTYPE_MAP
+from torchtitan.config.violations import reject
+from torchtitan.observability import structured_logger as sl
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+
+__all__ = [
+    "BaseCheckpointManager",
+    "CheckpointStorage",
+    "DATALOADER",
+    "LR_SCHEDULER",
+    "MODEL",
+    "ModelWrapper",
+    "OPTIMIZER",
+    "TRAIN_STATE",
+    "purge_thread",
+]
+
+
+class BaseCheckpointManager(Configurable, ABC):
+    """Saves and loads the state of a run; see the hooks for what a backend supplies."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        enable: bool = False
+        """Save and load checkpoints. Without it a killed run starts over."""
+
+        folder: str = "checkpoint"
+        """Directory for the checkpoints, inside --dump_folder unless it is absolute."""
+
+        interval: int = 500
+        """Save after every this many steps."""
+
+        initial_load_path: str | None = None
+        """Checkpoint (one step-N directory, absolute path) that a run without checkpoints of its
+        own begins from. Once the run has saved, its own checkpoints come first."""
+
+        initial_load_model_only: bool = True
+        """Take only the weights from initial_load_path; otherwise optimizer, data position and
+        step as well."""
+
+        initial_load_in_hf: bool = False
+        """The initial checkpoint is in Hugging Face format."""
+
+        initial_load_in_hf_quantized: bool = False
+        """The initial Hugging Face weights are quantized."""
+
+        last_save_model_only: bool = True
+        """Save only the weights after the last step. Such a checkpoint cannot be resumed from;
+        switch it off to be able to train for more steps later."""
+
+        last_save_in_hf: bool = False
+        """Write the last save in Hugging Face format."""
+
+        export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+        """Dtype of the floating-point weights in a model-only last save."""
+
+        keep_latest_k: int = 10
+        """Delete all but the newest this many checkpoints; 0 keeps all of them, 1 is refused."""
+
+        load_step: int = -1
+        """Step to resume from; -1 takes the newest full checkpoint, 0 the seed checkpoint."""
+
+        exclude_from_loading: list[str] = field(default_factory=list)
+        """Parts not to restore, comma separated: optimizer, lr_scheduler, dataloader,
+        train_state."""
+
+        enable_first_step_checkpoint: bool = False
+        """Save after step 1 too, to find out early whether saving works."""
+
+        create_seed_checkpoint: bool = False
+        """Save the freshly initialised weights as step 0 in one process and stop, so that runs
+        in different layouts can begin from the same weights."""
+
+        load_only: bool = False
+        """Load but never save."""
+
+        def __post_init__(self) -> None:
+            if self.initial_load_path is not None:
+                self.initial_load_path = self.initial_load_path.strip()
+            for violation in violations(self):
+                reject(violation)
+            if self.load_only and self.enable_first_step_checkpoint:
+                logger.warning(
+                    "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
+                )
+            if self.initial_load_model_only and not self.initial_load_path:
+                logger.warning(
+                    "initial_load_model_only=True has no effect without an initial_load_path."
+                )
+
+    enable: bool
+    folder: str
+    keep_latest_k: int
+    save_future: "Future[Any] | None"
+    _storage: MovingStorage
+
+    def __init__(
+        self, config: Config, *, storage: MovingStorage, base_folder: str, sd_adapter: Any
+    ) -> None:
+        self.enable = config.enable
+        if not self.enable:
+            return
+        self._storage = storage
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.interval = config.interval
+        self.initial_load_path = config.initial_load_path
+        self.initial_load_model_only = config.initial_load_model_only
+        self.initial_load_in_hf = config.initial_load_in_hf
+        self.initial_load_in_hf_quantized = config.initial_load_in_hf_quantized
+        self.last_save_model_only = config.last_save_model_only
+        self.last_save_in_hf = config.last_save_in_hf
+        self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
+        self.keep_latest_k = config.keep_latest_k
+        self.exclude_from_loading = config.exclude_from_loading
+        self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
+        self.load_only = config.load_only
+        self.sd_adapter = sd_adapter
+        if self.last_save_in_hf and sd_adapter is None:
+            raise ValueError(
+                "checkpoint.last_save_in_hf needs a state dict adapter, but this model has none; "
+                "switch the option off."
+            )
+        self.save_future = None
+        self._loaded_step: int | None = None
+        self._history_settled = False
+        self.purge_queue: queue.Queue[str | None] = queue.Queue()
+        self.purge_thread: threading.Thread | None = None
+        if self.keep_latest_k > 0 and not self.load_only:
+            self.purge_thread = threading.Thread(
+                target=purge_thread, args=(self.purge_queue, self._storage.remove), daemon=True
+            )
+            self.purge_thread.start()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            # Whoever needed this error should have called close().
+            logger.warning(f"Closing an abandoned checkpoint manager failed: {error}")
+
+    def load(self, step: int = -1) -> bool:
+        """Restore the checkpoint of ``step``, or for -1 whatever the run should begin from.
+
+        Returns:
+            Whether anything was loaded.
+
+        Raises:
+            CheckpointError: nothing fits the request, or it cannot be read, or it holds other
+                state. All ranks raise.
+        """
+        if not self.enable:
+            return False
+        with sl.log_trace_span("checkpoint_load"):
+            return self._load(step)
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save after ``curr_step`` if a save is due.
+
+        Returns:
+            Whether a checkpoint was written, or its writing begun.
+
+        Raises:
+            CheckpointSaveError: this save failed, or the previous one did in the background.
+        """
+        if not self.enable:
+            return False
+        with sl.log_trace_span("checkpoint_save"):
+            return self._save(curr_step, last_step)
+
+    def maybe_wait_for_staging(self) -> None:
+        """Block while a save still reads the parameters; call it before they change."""
+        if self.enable:
+            self._maybe_wait_for_staging()
+
+    def maybe_wait_for_saving(self) -> None:
+        """Block until the save in flight is durable, and raise its error."""
+        if self.enable and self.save_future is not None:
+            self._wait_for_saving()
+
+    def close(self) -> None:
+        """Finish the save in flight and the deletions, then raise what went wrong."""
+        if getattr(self, "enable", False):
+            self._close()
+
+    @abstractmethod
+    def _load(self, step: int) -> bool: ...
+
+    @abstractmethod
+    def _save(self, curr_step: int, last_step: bool) -> bool: ...
+
+    @abstractmethod
+    def _maybe_wait_for_staging(self) -> None: ...
+
+    @abstractmethod
+    def _wait_for_saving(self) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    @abstractmethod
+    def _parse_step(self, filename: str) -> tuple[int, bool] | None:
+        """The step that a directory name stands for and whether it is a staging name."""
+
+    @abstractmethod
+    def _is_valid_checkpoint(self, checkpoint_id: str) -> bool:
+        """Whether the completion marker of this backend is in the directory."""
+
+    def _kind_of(self, checkpoint_id: str) -> Kind:
+        """What a complete checkpoint holds; a backend that can tell overrides this."""
+        return Kind.FULL
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        schedule = SaveSchedule(
+            interval=self.interval,
+            first_step=self.enable_first_step_checkpoint,
+            load_only=self.load_only,
+        )
+        return schedule.is_due(curr_step, last_step=last_step)
+
+    def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
+        return filesystem.join(folder or self.folder, discovery.step_name(step))
+
+    def _complete_steps(self, folder: str) -> dict[int, str]:
+        if not self._storage.isdir(folder):
+            return {}
+        found = discovery.find_steps(self._storage, folder, parse=self._parse_step)
+        return {
+            step: path
+            for step, path, is_staging in found
+            if not is_staging and self._is_valid_checkpoint(path)
+        }
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest complete step in ``folder`` (default: the run's own), or -1."""
+        return max(self._complete_steps(folder or self.folder), default=-1)
+
+    def _choose_source(self, step: int) -> Source | None:
+        """What to load; the same on all ranks."""
+        adapter_path = getattr(self.sd_adapter, "hf_assets_path", None)
+        request = Request(
+            load_step=step,
+            initial_load_path=self.initial_load_path,
+            initial_load_model_only=self.initial_load_model_only,
+            initial_load_in_hf=self.initial_load_in_hf,
+            initial_load_in_hf_quantized=self.initial_load_in_hf_quantized,
+            hf_assets_path=adapter_path,
+        )
+
+        def choose() -> Source | None:
+            own = OwnFolder(
+                path=self.folder,
+                step_paths=self._complete_steps(self.folder),
+                kind_of=self._kind_of,
+            )
+            source = choose_source(request, own)
+            if source is not None and not self._storage.isdir(source.path):
+                raise ValueError(
+                    f"{source.reason} names {source.path}, which is not a directory; it must be "
+                    "one checkpoint, that is a step-N directory."
+                )
+            return source
+
+        source = rank_zero_decides(choose)
+        # Step 0 is only weights, so the run's own history begins after it.
+        self._loaded_step = source.step if source is not None and source.step else 0
+        return source
+
+    def _make_ready(
+        self,
+        checkpoint_id: str,
+        group: "torch.distributed.ProcessGroup | None",
+        *,
+        with_retention: bool,
+    ) -> None:
+        """Get the folder ready for a save: rank 0 acts, and an error there is one on all ranks.
+
+        Call it while no save is in flight. Histories are settled first: retention must not count
+        the checkpoints of a future that this run has left.
+        """
+
+        def act() -> list[str]:
+            moved = self._leave_other_history()
+            if with_retention:
+                self._purge_stale_checkpoints(is_save_in_flight=False)
+            if self._storage.isdir(checkpoint_id):
+                if self._is_valid_checkpoint(checkpoint_id):
+                    moved.append(supersede(self._storage, self.folder, checkpoint_id))
+                else:
+                    self._remove_abandoned(checkpoint_id)
+            return moved
+
+        for path in rank_zero_decides(act, group):
+            logger.warning(
+                f"{path} now holds what an earlier run had saved beyond step {self._loaded_step}, "
+                "where this run went on from. Nothing deletes it; move it back to use it again."
+            )
+        self._history_settled = True
+
+    def _leave_other_history(self) -> list[str]:
+        if self._history_settled or self._loaded_step is None:
+            return []
+        steps = self._complete_steps(self.folder)
+        return supersede_newer(self._storage, self.folder, steps, than=self._loaded_step)
+
+    def _should_purge(self) -> bool:
+        return (
+            self.keep_latest_k > 0
+            and torch.distributed.get_rank() == 0
+            and self._storage.isdir(self.folder)
+        )
+
+    def _purge_stale_checkpoints(self, *, is_save_in_flight: bool = True) -> None:
+        """Queue expired checkpoints for deletion.
+
+        While a save is in flight its directory cannot be told from one that died, so everything
+        of ours counts and only the oldest go. With nothing in flight the next save gets a slot
+        (``keep_latest_k - 1`` complete ones stay), and what died is deleted at once.
+        """
+        if not self._should_purge():
+            return
+        found = discovery.find_steps(self._storage, self.folder, parse=self._parse_step)
+        if is_save_in_flight:
+            for path in expired([path for _, path, _ in found], self.keep_latest_k):
+                self.purge_queue.put(path)
+            return
+        complete = []
+        for _, path, is_staging in found:
+            if is_staging or not self._is_valid_checkpoint(path):
+                self._remove_abandoned(path)
+            else:
+                complete.append(path)
+        for path in expired(complete, self.keep_latest_k - 1):
+            self.purge_queue.put(path)
+
+    def _remove_abandoned(self, path: str) -> None:
+        try:
+            self._storage.remove(path)
+            logger.info(f"Deleted {path}, left behind by a save that did not finish.")
+        except Exception as error:
+            logger.warning(f"Could not delete the unfinished checkpoint {path}: {error}.")
+
+    def _stop_purging(self) -> None:
+        """Delete what is queued, then end the thread."""
+        if self.purge_thread is not None and self.purge_thread.is_alive():
+            self.purge_queue.put(None)
+            self.purge_thread.join()

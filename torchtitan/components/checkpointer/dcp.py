@@ -1,0 +1,372 @@
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP).
+
+Every rank writes its shards into ``step-<n>``; rank 0 writes ``.metadata`` there last. In the
+asynchronous modes DCP's collectives run on a gloo group of their own in a background thread,
+because on the training group they would interleave with training's and dead-lock.
+
+    _save -> _make_ready -> dcp_save -> dcp.save | dcp.async_save -> DurableFileSystemWriter
+    _load -> _choose_source -> require_match -> dcp_load -> dcp.load -> the states
+"""
+
+import enum
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from torchtitan.components.checkpointer import discovery
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.checkpointer.dcp_index import MARKER, read_index, require_match
+from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
+from torchtitan.components.checkpointer.discovery import Kind
+from torchtitan.components.checkpointer.errors import CheckpointReadError, CheckpointSaveError
+from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.components.checkpointer.state import (
+    cast_for_export,
+    DATALOADER,
+    flatten_states,
+    LR_SCHEDULER,
+    MODEL,
+    ModelWrapper,
+    OPTIMIZER,
+    require_known,
+)
+from torchtitan.components.checkpointer.storage import (
+    FilesystemStorage as _FilesystemCheckpointStorage,
+)
+from torchtitan.config.violations import reject
+from torchtitan.observability import structured_logger as sl
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+_HF_MARKER = "model.safetensors.index.json"
+
+
+class AsyncMode(str, enum.Enum):
+    """What the training thread waits for when it saves."""
+
+    DISABLED = "disabled"
+    """The whole write."""
+
+    ASYNC = "async"
+    """A copy of the state into CPU memory; a thread writes it."""
+
+    ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
+    """The start of a copy into pinned, shared memory; a process writes it."""
+
+
+class SaveDone:
+    """Sent by a writer process that has finished."""
+
+
+class CheckpointManager(BaseCheckpointManager):
+    """Saves and loads a run through torch.distributed.checkpoint."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        """disabled: training waits for the write. async: training waits for a copy into CPU
+        memory, then goes on. async_with_pinned_mem: the copy overlaps training as well (GPU)."""
+
+        def __post_init__(self) -> None:
+            # super() without arguments does not work in a class that slots=True has rebuilt.
+            BaseCheckpointManager.Config.__post_init__(self)
+            mode = str(getattr(self.async_mode, "value", self.async_mode)).lower()
+            known = [member.value for member in AsyncMode]
+            if mode not in known:
+                reject(f"Invalid async_mode {self.async_mode!r}: choose one of {known}.")
+                return
+            self.async_mode = mode  # pyrefly: ignore[bad-assignment]  (checked above)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        """Take over ``states`` (updated in place) and the objects a run consists of.
+
+        Args:
+            states: further entries of the checkpoint by key.
+            sd_adapter: converts to other formats, or None.
+            base_folder: what a relative ``config.folder`` is relative to.
+
+        Raises:
+            ValueError: a setting needs something that is not there.
+        """
+        super().__init__(
+            config,
+            storage=_FilesystemCheckpointStorage(),
+            base_folder=base_folder,
+            sd_adapter=sd_adapter,
+        )
+        if not self.enable:
+            return
+        states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+            }
+        )
+        self.states = states
+        self.async_mode = AsyncMode(config.async_mode)
+        is_async = self.async_mode is not AsyncMode.DISABLED
+        self.pg = dist.new_group(backend="gloo") if is_async else None
+        self.stager: DefaultStager | None = None
+        self.staging_future: Future[Any] | None = None
+        self._copying_stager: CopyingStager | None = None
+        self._report: SaveReport | None = None
+
+    def _parse_step(self, filename: str) -> tuple[int, bool] | None:
+        step = discovery.parse_step(filename)
+        return None if step is None else (step, False)
+
+    def _is_valid_checkpoint(self, checkpoint_id: str) -> bool:
+        markers = MARKER, _HF_MARKER
+        return any(self._storage.isfile(f"{checkpoint_id}/{marker}") for marker in markers)
+
+    def _kind_of(self, checkpoint_id: str) -> Kind:
+        if not self._storage.isfile(f"{checkpoint_id}/{MARKER}"):
+            return Kind.MODEL_ONLY
+        try:
+            metadata = read_index(checkpoint_id)
+        except CheckpointReadError as error:
+            logger.warning(f"{error} It is left in place.")
+            return Kind.UNREADABLE
+        own = {key for key, value in self.states.items() if key != MODEL and value is not None}
+        saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        return Kind.FULL if not own or own & saved else Kind.MODEL_ONLY
+
+    def _flattened_model_states_sd(
+        self, state_dict: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return flatten_states(self.states if state_dict is None else state_dict)
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        """The entries to fill, as they lie in a checkpoint.
+
+        Raises:
+            ValueError: ``exclude_from_loading`` names something that no checkpoint holds.
+        """
+        if model_only:
+            return self.states[MODEL].state_dict()
+        require_known(self.exclude_from_loading, self.states)
+        kept = {
+            key: value for key, value in self.states.items() if key not in self.exclude_from_loading
+        }
+        return self._flattened_model_states_sd(kept)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> "Future[Any] | AsyncSaveResponse | None":
+        """Write ``state_dict``; a collective over all ranks.
+
+        Returns:
+            None when the checkpoint is durable already, otherwise what ``dcp.async_save``
+            returned.
+        """
+        if to_hf:
+            raise ValueError("Saving in Hugging Face format is not available yet.")
+        if async_mode is AsyncMode.DISABLED:
+            writer = DurableFileSystemWriter(checkpoint_id)
+            dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)
+            result = None
+        elif async_mode is AsyncMode.ASYNC:
+            if self._copying_stager is None:
+                self._copying_stager = CopyingStager()
+            result = dcp.async_save(
+                state_dict,
+                storage_writer=DurableFileSystemWriter(checkpoint_id, stager=self._copying_stager),
+                checkpoint_id=checkpoint_id,
+                process_group=self.pg,
+            )
+        else:
+            if self.stager is None:
+                self.stager = DefaultStager(
+                    StagingOptions(
+                        use_pinned_memory=True,
+                        use_shared_memory=True,
+                        use_async_staging=True,
+                        use_non_blocking_copy=True,
+                    )
+                )
+            result = dcp.async_save(
+                state_dict,
+                storage_writer=None,
+                checkpoint_id=checkpoint_id,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        if enable_garbage_collection:
+            GarbageCollection.collect("after the checkpoint was handed over")
+        return result
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """Fill ``state_dict`` in place, and with it the objects it came from."""
+        if from_hf or from_quantized:
+            raise ValueError("Loading from Hugging Face format is not available yet.")
+        dcp.load(state_dict, checkpoint_id=checkpoint_id)
+        # Stateful objects were restored by DCP; the model's entries are bare tensors to it.
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _save(self, curr_step: int, last_step: bool) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        sl.add_step_tag("checkpoint_save")
+        self.maybe_wait_for_saving()
+        checkpoint_id = self._create_checkpoint_id(curr_step)
+        mode = AsyncMode.DISABLED if last_step else self.async_mode
+        # Nothing expires with the last save: there is no later one whose space it would free.
+        self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
+        self._report = SaveReport(
+            curr_step,
+            checkpoint_id,
+            self._storage,
+            background=mode is not AsyncMode.DISABLED,
+            is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
+        )
+        try:
+            if last_step:
+                self._save_last_step(curr_step)
+            else:
+                self._dispatch(checkpoint_id)
+        except Exception as error:
+            raise _save_error(curr_step, checkpoint_id, error) from error
+        self._report.handed_over()
+        if self.save_future is None:
+            self._report.completed_now()
+        return True
+
+    def _dispatch(self, checkpoint_id: str) -> None:
+        if self.async_mode is not AsyncMode.DISABLED:
+            GarbageCollection.collect("before staging a checkpoint")
+        result = self.dcp_save(
+            self._flattened_model_states_sd(),
+            checkpoint_id,
+            self.async_mode,
+            enable_garbage_collection=True,
+        )
+        if isinstance(result, AsyncSaveResponse):
+            self.staging_future = result.staging_completion
+            self.save_future = result.upload_completion
+        else:
+            self.save_future = result
+        if self.save_future is not None and self._report is not None:
+            self.save_future.add_done_callback(self._report.completed)
+
+    def _save_last_step(self, curr_step: int) -> None:
+        checkpoint_id = self._create_checkpoint_id(curr_step)
+        if not self.last_save_model_only:
+            logger.info(f"Saving the full state after the last step, {curr_step}.")
+            self.dcp_save(self._flattened_model_states_sd(), checkpoint_id, AsyncMode.DISABLED)
+            return
+        logger.info(
+            f"Saving only the model, in {self.export_dtype}, after the last step, {curr_step}."
+        )
+        self.dcp_save(
+            cast_for_export(self.states[MODEL].state_dict(), self.export_dtype),
+            checkpoint_id,
+            AsyncMode.DISABLED,
+            enable_garbage_collection=True,
+            to_hf=self.last_save_in_hf,
+        )
+
+    def _load(self, step: int) -> bool:
+        source = self._choose_source(step)
+        if source is None:
+            logger.info("No checkpoint was provided, this is a fresh start.")
+            return False
+        logger.info(f"Loading the checkpoint {source.path} ({source.reason}).")
+        started_at = time.monotonic()
+        states = self._states_to_load(source.model_only)
+        if not source.from_hf:
+            self._require_match(source.path, states)
+        try:
+            self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
+        except dcp.CheckpointException as error:
+            raise CheckpointReadError(
+                f"Could not read the checkpoint {source.path}: {error}. If it is damaged, move it "
+                "away and start again to resume from the one before it."
+            ) from error
+        GarbageCollection.collect("after loading a checkpoint")
+        logger.info(f"Loaded the checkpoint in {time.monotonic() - started_at:.2f} s.")
+        return True
+
+    def _require_match(self, path: str, states: dict[str, Any]) -> None:
+        try:
+            metadata = read_index(path)
+        except CheckpointReadError:
+            return  # the load that follows reports it
+        require_match(path, states, metadata, other_keys=set(self.states) - {MODEL}, group=self.pg)
+
+    def _maybe_wait_for_staging(self) -> None:
+        if self.staging_future is None:
+            return
+        if self.async_mode is not AsyncMode.ASYNC_WITH_PINNED_MEM:
+            raise RuntimeError(
+                f"A staging future is pending although async_mode is {self.async_mode.value}; "
+                "only async_with_pinned_mem stages in the background."
+            )
+        future, self.staging_future = self.staging_future, None
+        future.result()
+
+    def _wait_for_saving(self) -> None:
+        if self.async_mode is AsyncMode.DISABLED:
+            raise RuntimeError("A save is in flight although async_mode is disabled.")
+        if self.save_future is None:
+            return
+        # Cleared before it is awaited: an error is raised once, and the next save starts clean.
+        future, self.save_future = self.save_future, None
+        try:
+            future.result()
+        except Exception as error:
+            if self._report is None:
+                raise
+            raise _save_error(self._report.step, self._report.path, error) from error
+        finally:
+            if self._report is not None and future.done():
+                self._report.completed(future)
+
+    def _close(self) -> None:
+        try:
+            self.maybe_wait_for_saving()
+        finally:
+            self._stop_purging()
+            for stager in (self.stager, self._copying_stager):
+                if stager is not None:
+                    stager.close()
+            self.stager = self._copying_stager = None
+
+
+def _save_error(step: int, path: str, error: Exception) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"Saving the checkpoint of step {step} to {path} failed: {error}. Older checkpoints are "
+        "untouched; what was written of this one is deleted by the next save."
+    )

@@ -1,0 +1,106 @@
+"""Read the index of a DCP checkpoint and compare it with what a run needs.
+
+All of this happens before a tensor is read. DCP itself names one missing key at a time, and a user
+who points at the wrong checkpoint should hear everything at once.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtitan.components.checkpointer.agreement import gather
+from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
+
+Shape = tuple[int, ...] | None
+
+MARKER = ".metadata"
+"""The index, which DCP writes last: a directory that has it is complete."""
+
+
+def read_index(checkpoint_id: str) -> Metadata:
+    """The index of a checkpoint.
+
+    Raises:
+        CheckpointReadError: it is not there or not what DCP writes.
+    """
+    try:
+        index = FileSystemReader(checkpoint_id).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+        raise CheckpointReadError(
+            f"The index {checkpoint_id}/{MARKER} cannot be read: {error!r}."
+        ) from error
+    if not isinstance(index, Metadata):
+        raise CheckpointReadError(f"The index {checkpoint_id}/{MARKER} is not one that DCP writes.")
+    return index
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Shape]]:
+    """(flat key, shape) of every entry, None as the shape of what is no tensor.
+
+    Lists are passed over: DCP flattens them by contents, which may differ between runs.
+    """
+    for name, value in tree.items():
+        if isinstance(value, Stateful):
+            value = value.state_dict()
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", tuple(value.shape)
+        elif isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        elif not isinstance(value, (list, tuple)):
+            yield f"{prefix}{name}", None
+
+
+def require_match(
+    path: str,
+    states: Mapping[str, Any],
+    metadata: Metadata,
+    *,
+    other_keys: set[str],
+    group: "dist.ProcessGroup | None" = None,
+) -> None:
+    """Check that the checkpoint can fill ``states``; a collective.
+
+    Args:
+        states: what to fill, as it lies in the checkpoint.
+        other_keys: state keys besides the model's; their surplus entries are fine, because a
+            checkpoint may hold more than a run restores.
+
+    Raises:
+        CheckpointMismatchError: names every missing, unexpected and mis-shaped key, on all ranks.
+    """
+    wanted: dict[str, Shape] = {}
+    for part in gather(dict(leaves(states)), group):
+        wanted.update(part)
+    saved = {
+        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    missing = sorted(wanted.keys() - saved.keys())
+    unexpected = sorted(
+        name for name in saved.keys() - wanted.keys() if name.partition(".")[0] not in other_keys
+    )
+    misshaped = sorted(
+        f"{name} (here {_shape(wanted[name])}, there {_shape(saved[name])})"
+        for name in wanted.keys() & saved.keys()
+        if wanted[name] != saved[name]
+    )
+    if not (missing or unexpected or misshaped):
+        return
+    lists = (("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped))
+    findings = "; ".join(
+        f"{len(names)} {title}: {', '.join(names)}" for title, names in lists if names
+    )
+    raise CheckpointMismatchError(
+        f"The checkpoint {path} does not fit this run: {findings}. Check --module, --config and "
+        "the sizes set on the command line, or choose another --checkpoint.folder."
+    )
+
+
+def _shape(shape: Shape) -> str:
+    return "no tensor" if shape is None else str(list(shape))

@@ -1,0 +1,74 @@
+"""Tell checkpoints from everything else that lies in the folder.
+
+Names are anchored: ``step-<n>`` without leading zeros is a checkpoint of step n, and
+``step-7.bak``, ``tmp_step-7`` or ``step-07`` are somebody else's business. A directory counts only
+once the marker that its writer puts there last is present. This module only reads.
+
+    listdir -> parse_step -> is it a directory with its marker? -> StepDirectory
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from torchtitan.components.checkpointer.storage import CheckpointStorage
+from torchtitan.tools import filesystem
+
+SUPERSEDED = "superseded"
+"""Folder inside the checkpoint folder for what another history left behind."""
+
+_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)", re.ASCII)
+
+
+class Kind(str, Enum):
+    """What a directory named ``step-<n>`` turned out to be."""
+
+    FULL = "full"
+    """Model, optimizer and everything else a run needs to go on."""
+
+    MODEL_ONLY = "model-only"
+    """Weights alone (an export, or a step-0 seed)."""
+
+    UNREADABLE = "unreadable"
+    """Its completion marker is there and cannot be read."""
+
+    INCOMPLETE = "incomplete"
+    """No completion marker: a save that is running or that died."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDirectory:
+    """One ``step-<n>`` directory and what it is good for."""
+
+    step: int
+    path: str
+    kind: Kind
+
+
+def step_name(step: int) -> str:
+    """The directory name of ``step``."""
+    return f"step-{step}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step that ``name`` stands for, or None when it is not a checkpoint's name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def find_steps(
+    storage: CheckpointStorage,
+    folder: str,
+    *,
+    parse: Callable[[str], tuple[int, bool] | None],
+) -> list[tuple[int, str, bool]]:
+    """All directories of ours in ``folder`` as (step, path, is a staging name), oldest first."""
+    found = []
+    for name in storage.listdir(folder):
+        parsed = parse(name)
+        path = filesystem.join(folder, name)
+        if parsed is not None and storage.isdir(path):
+            step, is_staging = parsed
+            found.append((step, path, is_staging))
+    return sorted(found)

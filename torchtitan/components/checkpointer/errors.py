@@ -1,0 +1,34 @@
+"""Everything that can be wrong with a checkpoint on disk.
+
+    CheckpointError                  catch this one for "the checkpoints are the problem"
+      CheckpointNotFoundError        nothing there to load (also a FileNotFoundError)
+      CheckpointMismatchError        it holds another model or other state (also a ValueError)
+      CheckpointReadError            it is there and cannot be read
+      CheckpointSaveError            a save failed; names step and path
+
+Wrong settings are plain ``ValueError`` and found before any of this runs.
+"""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be found, read, matched or written."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No checkpoint where one was asked for."""
+
+    # FileNotFoundError formats itself from (errno, strerror); this one is a plain sentence.
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The keys or shapes of a checkpoint differ from those of this run."""
+
+
+class CheckpointReadError(CheckpointError):
+    """A checkpoint that should be complete could not be read."""
+
+
+class CheckpointSaveError(CheckpointError):
+    """A save did not become durable; older checkpoints are untouched."""

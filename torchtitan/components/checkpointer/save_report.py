@@ -1,0 +1,74 @@
+"""Tell the user and the trace how long a save took and how large it is.
+
+The future's callback and the thread that waits for the future race to be first; whoever is first
+reports, so the line is printed once and never after the run's last line.
+"""
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from torchtitan.components.checkpointer.storage import MovingStorage
+from torchtitan.observability import structured_logger as sl
+from torchtitan.tools.logging import logger
+
+_SCALAR = "train.checkpoint_write.native_dcp.execute.{mode}_total.latency_ms"
+
+
+class SaveReport:
+    """One save, from the moment the training thread handed it over."""
+
+    def __init__(
+        self, step: int, path: str, storage: MovingStorage, *, background: bool, is_speaker: bool
+    ) -> None:
+        self.step = step
+        self.path = path
+        self._storage = storage
+        self._background = background
+        self._is_speaker = is_speaker
+        self._started_at = time.monotonic()
+        self._blocked_seconds = 0.0
+        self._lock = threading.Lock()
+        self._reported = False
+
+    def handed_over(self) -> None:
+        """The training thread goes on from here."""
+        self._blocked_seconds = time.monotonic() - self._started_at
+
+    def completed(self, future: "Future[Any]") -> None:
+        """Report a background save; only the first call does anything."""
+        with self._lock:
+            if self._reported:
+                return
+            self._reported = True
+            error = future.exception()
+            if error is None:
+                self._succeeded("async")
+            else:
+                logger.error(
+                    f"The background save of step {self.step} to {self.path} failed: {error!r}. "
+                    "Training goes on; the next save or the end of the run raises this."
+                )
+
+    def completed_now(self) -> None:
+        """Report a save that the training thread waited for."""
+        self._succeeded("sync")
+
+    def _succeeded(self, mode: str) -> None:
+        seconds = time.monotonic() - self._started_at
+        sl.log_trace_scalar({_SCALAR.format(mode=mode): seconds * 1000.0})
+        if not self._is_speaker:
+            return
+        waited = f", training waited {self._blocked_seconds:.2f} s" if self._background else ""
+        logger.info(
+            f"Saved checkpoint of step {self.step}: {self._size()} in {seconds:.2f} s{waited} "
+            f"({self.path})"
+        )
+
+    def _size(self) -> str:
+        try:
+            mebibytes = self._storage.size_bytes(self.path) / 2**20
+        except OSError:
+            return "unknown size"
+        return f"{mebibytes:.1f} MiB"

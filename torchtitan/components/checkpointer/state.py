@@ -1,0 +1,158 @@
+"""Which objects make up a checkpoint, and how their tensors are laid out in it.
+
+Model entries lie at the top level under their own names, without a ``model.`` prefix; everything
+else lies under its state key. That layout is what makes a checkpoint readable by other programs.
+
+    ModelWrapper.state_dict -> flatten_states -> the dict that a backend writes or fills
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+LR_SCHEDULER = "lr_scheduler"
+DATALOADER = "dataloader"
+TRAIN_STATE = "train_state"
+
+
+class ModelWrapper(Stateful):
+    """One state dict over all parts of a model, with storage that never moves.
+
+    Staging buffers are found by the storage they were copied from. Entries that a model computes
+    on the fly (a fused weight that is saved in parts) get new storage on every call, so their
+    values are copied into the tensors handed out the first time.
+    """
+
+    def __init__(self, model: nn.Module | list[nn.Module]) -> None:
+        self.model: list[nn.Module] = model if isinstance(model, list) else [model]
+        self.cached_state_dict: dict[str, Any] = {}
+        self._refresh()
+
+    def _get_state_dict(self) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for part in self.model:
+            merged.update(part.state_dict())
+        return merged
+
+    def _refresh(self) -> None:
+        fresh = self._get_state_dict()
+        for gone in self.cached_state_dict.keys() - fresh.keys():
+            del self.cached_state_dict[gone]
+        for name, value in fresh.items():
+            cached = self.cached_state_dict.get(name)
+            if _same_view(cached, value):
+                continue
+            if _can_receive(cached, value):
+                _local(cached).copy_(_local(value))
+            else:
+                self.cached_state_dict[name] = value
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The merged entries; the same dict and the same storages on every call."""
+        self._refresh()
+        return self.cached_state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give every part its entries; names that belong to no part are passed over."""
+        for part in self.model:
+            part.load_state_dict(state_dict, strict=False)
+        self._refresh()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _both_tensors(cached: Any, fresh: Any) -> bool:
+    return isinstance(cached, torch.Tensor) and isinstance(fresh, torch.Tensor)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    spec = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    local = _local(tensor)
+    return (tensor.shape, local.shape, tensor.dtype, local.device, spec)
+
+
+def _same_view(cached: Any, fresh: Any) -> bool:
+    """Whether both look at the same elements of the same memory."""
+    if not _both_tensors(cached, fresh):
+        return False
+    one, two = _local(cached), _local(fresh)
+    return (
+        _layout(cached) == _layout(fresh)
+        and one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+        and one.storage_offset() == two.storage_offset()
+        and one.stride() == two.stride()
+    )
+
+
+def _can_receive(cached: Any, fresh: Any) -> bool:
+    """Whether ``fresh`` may be copied over ``cached``.
+
+    Never when they share memory through different views: that copy would overwrite the parameter.
+    """
+    if not _both_tensors(cached, fresh) or _layout(cached) != _layout(fresh):
+        return False
+    storages = _local(cached).untyped_storage(), _local(fresh).untyped_storage()
+    return storages[0].data_ptr() != storages[1].data_ptr()
+
+
+def flatten_states(
+    states: Mapping[str, Any], *, model: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The top level of a checkpoint: model entries by name, everything else by state key.
+
+    Args:
+        states: the objects to save by state key; ``MODEL`` may be missing.
+        model: the model's entries if they were taken already.
+
+    Raises:
+        ValueError: a model entry would hide, or hide inside, another state key.
+    """
+    flat = {key: value for key, value in states.items() if key != MODEL}
+    if model is None:
+        model = states[MODEL].state_dict() if MODEL in states else {}
+    clashes = sorted(name for name in model if name.partition(".")[0] in flat)
+    if clashes:
+        raise ValueError(
+            f"Model entries {clashes} carry the name of another checkpoint entry "
+            f"({sorted(flat)}); rename these submodules."
+        )
+    flat.update(model)
+    return flat
+
+
+def cast_for_export(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of ``state_dict`` whose floating-point tensors have ``dtype``; others untouched."""
+    return {
+        name: (
+            value.to(dtype)
+            if isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype != dtype
+            else value
+        )
+        for name, value in state_dict.items()
+    }
+
+
+def require_known(excluded: Iterable[str], known: Iterable[str]) -> None:
+    """Check that every excluded key exists.
+
+    Raises:
+        ValueError: names all keys that do not, and those that do.
+    """
+    unknown = sorted(set(excluded) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} not found in state_dict. --checkpoint.exclude_from_loading "
+            f"takes names out of {sorted(set(known) - {MODEL})}."
+        )

@@ -1,0 +1,70 @@
+"""Where the checkpointer asks about paths.
+
+Paths stay ``str`` from end to end, because ``pathlib`` would fold the two slashes of a URI.
+A protocol of four questions is all that discovery and retention need, so a test can answer them
+from memory and another backend from its own storage.
+"""
+
+from typing import Protocol, runtime_checkable
+
+from torchtitan.tools import filesystem
+
+
+@runtime_checkable
+class CheckpointStorage(Protocol):
+    """The questions that finding and expiring checkpoints ask."""
+
+    def isdir(self, path: str) -> bool:
+        """Whether ``path`` is a directory."""
+        ...
+
+    def isfile(self, path: str) -> bool:
+        """Whether ``path`` is a file."""
+        ...
+
+    def listdir(self, path: str) -> list[str]:
+        """The names (not paths) of the entries of ``path``."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Delete the directory ``path`` with all it holds."""
+        ...
+
+
+class MovingStorage(CheckpointStorage, Protocol):
+    """A storage that can also rename and measure directories."""
+
+    def move(self, source: str, target: str) -> None:
+        """Rename the directory ``source`` to ``target``, whose parent is created."""
+        ...
+
+    def size_bytes(self, path: str) -> int:
+        """Bytes of all files below the directory ``path``."""
+        ...
+
+
+class FilesystemStorage:
+    """``MovingStorage`` on a local path or any fsspec URI."""
+
+    def isdir(self, path: str) -> bool:
+        return filesystem.isdir(path)
+
+    def isfile(self, path: str) -> bool:
+        return filesystem.isfile(path)
+
+    def listdir(self, path: str) -> list[str]:
+        return filesystem.listdir(path)
+
+    def remove(self, path: str) -> None:
+        filesystem.rmtree(path)
+        # The local rmtree goes on past entries it cannot delete.
+        if filesystem.exists(path):
+            raise OSError(f"{path} could not be deleted completely; check its permissions")
+
+    def move(self, source: str, target: str) -> None:
+        # Atomic on local disks; an object store copies and deletes.
+        filesystem.makedirs(target.rpartition("/")[0])
+        filesystem.rename(source, target)
+
+    def size_bytes(self, path: str) -> int:
+        return filesystem.tree_size_bytes(path)
