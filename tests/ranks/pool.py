@@ -44,6 +44,7 @@ PRELOADED = [
 # A rank whose peer failed learns of it within milliseconds through gloo; a loaded machine needs more.
 SETTLE_SECONDS = 5.0
 LOG_TAIL_BYTES = 20_000
+_NO_MESSAGE: tuple[str, Any] = ("died", None)
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,14 @@ class RankEnd:
 class RanksFailed(RuntimeError):
     """At least one rank did not return; the message tells of each of them."""
 
-    def __init__(self, ends: list[RankEnd], reason: str) -> None:
+    def __init__(self, reason: str, ends: list[RankEnd]) -> None:
+        super().__init__(reason, ends)
+        self.reason = reason
         self.ends = ends
-        stories = [f"--- rank {end.rank}: {_headline(end)}{_body(end)}" for end in ends]
-        super().__init__("\n".join([reason, *stories]))
+
+    def __str__(self) -> str:
+        stories = [f"--- rank {end.rank}: {_headline(end)}{_body(end)}" for end in self.ends]
+        return "\n".join([self.reason, *stories])
 
 
 def run_on_ranks(
@@ -104,7 +109,7 @@ def run_on_ranks(
             print(f"[rank {end.rank}] {line}")
     if any(end.how != "returned" for end in ends):
         failed = ", ".join(f"rank {end.rank} {end.how}" for end in ends if end.how != "returned")
-        raise RanksFailed(ends, f"{fn.__qualname__} on {world_size} ranks: {failed}")
+        raise RanksFailed(f"{fn.__qualname__} on {world_size} ranks: {failed}", ends)
     return [end.value for end in ends]
 
 
@@ -140,7 +145,7 @@ class _Rank:
         self.rank = rank
         self.log_path = folder / f"log_{rank}"
         self.stacks_path = folder / f"stacks_{rank}"
-        self.message: tuple[str, Any] | None = None
+        self.message: tuple[str, Any] = _NO_MESSAGE
         self.hung = False
         self._context = context
         self._process: BaseProcess | None = None
@@ -185,7 +190,7 @@ class _Rank:
     @property
     def failed(self) -> bool:
         return self.ended and (
-            self.message is None or self.message[0] == "raised" or self._exit_code != 0
+            self.message is _NO_MESSAGE or self.message[0] == "raised" or self._exit_code != 0
         )
 
     def poll(self) -> None:
@@ -225,7 +230,7 @@ class _Rank:
             self._receiver = None
 
     def end(self) -> RankEnd:
-        how, content = self.message or ("died", None)
+        how, content = self.message
         detail = content if how == "raised" else _read(self.stacks_path)
         if how != "raised" and self.hung:
             how = "hung"
@@ -284,7 +289,7 @@ def _rank_main(
     os.environ.update(environment)
     try:
         message = ("returned", pickle.dumps(_call(call, group_timeout_seconds)))
-    except BaseException:
+    except (Exception, SystemExit, KeyboardInterrupt):
         message = ("raised", traceback.format_exc())
     sender.send_bytes(pickle.dumps(message))
     sender.close()

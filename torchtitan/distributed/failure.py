@@ -1,0 +1,257 @@
+"""Tell every rank which rank failed first, and why; let none of them hang after it.
+
+A rank that fails leaves the others inside a collective, where they see at best "Connection closed by
+peer". The store of the job still works then, so the first error travels through it: the first to
+publish wins, every rank logs that error, and a rank that does not end by itself is ended.
+
+    rank 1: exception -> publish -> store["first"] -> waits until the others have read it -> raises on
+    rank 0: stuck in all_reduce;  its watch thread reads store["first"] -> logs it -> grace -> exit code 1
+
+Two facts to know: a rank that was killed (SIGKILL, out of memory) publishes nothing, its peers then report
+the broken connection; and when the store itself is gone, its host (rank 0, or the launcher) is.
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from torchtitan.tools.logging import logger
+
+# A store value travels to every rank; the end of a traceback says most.
+_TRACEBACK_CHARACTERS = 20_000
+_REASON_CHARACTERS = 2_000
+_FIRST = "first"
+# What gloo and the sockets below it say when the other side went away or does not answer.
+_ECHO_TEXTS = (
+    "broken pipe",
+    "connection closed by peer",
+    "connection refused",
+    "connection reset by peer",
+    "connection timed out",
+    "socket timeout",
+    "timed out waiting",
+)
+
+
+class PeerError(RuntimeError):
+    """Another rank failed; this one is fine and ends because of it."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank = rank
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.reason}. Nothing is wrong on this rank; see the log of rank {self.rank}."
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The error that ended the job."""
+
+    rank: int
+    """The rank it happened on; -1 when the store is gone and nobody can say."""
+    step: int | None
+    reason: str
+    """Type and message of the exception."""
+    traceback: str
+
+    def __str__(self) -> str:
+        if self.rank < 0:
+            return self.reason
+        where = "" if self.step is None else f", at step {self.step}"
+        return f"rank {self.rank} failed first{where}: {self.traceback or self.reason}"
+
+
+class PeerFailureWatch:
+    """Listens for the first failure of any rank, in a thread, until ``close``.
+
+    Once a failure is known, on this rank or on another, the process must end: ``grace_seconds`` later it is
+    ended with exit code 1, wherever its main thread is. ``store`` is shared by the ranks, see ``utils.job_store``.
+    On a single rank there is nothing to listen for, and nothing is ever ended.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        grace_seconds: float = 60.0,
+        poll_seconds: float = 0.5,
+        echo_seconds: float = 3.0,
+        farewell_seconds: float = 5.0,
+    ) -> None:
+        self._rank = rank
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._grace_seconds = grace_seconds
+        self._poll_seconds = poll_seconds
+        self._echo_seconds = echo_seconds
+        self._farewell_seconds = farewell_seconds
+        self._first: RankFailure | None = None
+        self._known = threading.Event()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        if not self._peers:
+            return
+        # Connections of our own: one that the main thread waits on would make us wait too.
+        store = dist.PrefixStore("failure", store)
+        self._store: dist.Store = store.clone()  # pyrefly: ignore[missing-attribute]
+        self._thread_store: dist.Store = store.clone()  # pyrefly: ignore[missing-attribute]
+        self._thread = threading.Thread(target=self._listen, name="peer-failure-watch", daemon=True)
+        self._thread.start()
+
+    def publish(self, error: BaseException, step: int | None = None) -> RankFailure:
+        """Make ``error`` known to all ranks unless one failed before; returns the failure that was first.
+
+        An error that only echoes the end of another rank waits ``echo_seconds`` for the cause to show. Returns once
+        the other ranks have logged it, so that a launcher which then ends them cuts no log short.
+        """
+        own = _failure_of(error, self._rank, step)
+        if not self._peers:
+            self._note(own)
+            return own
+        if is_echo(error) and (first := self.wait(self._echo_seconds)) is not None:
+            return first
+        first = own
+        with contextlib.suppress(RuntimeError):  # The store is gone: what is left is our own log.
+            value = json.dumps(asdict(own))
+            first = RankFailure(**json.loads(self._store.compare_set(_FIRST, "", value)))
+        self._note(first)
+        if first == own:
+            self._await_peers()
+        return first
+
+    def first_failure(self) -> RankFailure | None:
+        """The failure that was first, as far as this rank knows by now."""
+        return self._first
+
+    def wait(self, seconds: float) -> RankFailure | None:
+        """Wait up to ``seconds`` for a failure to become known."""
+        self._known.wait(seconds)
+        return self._first
+
+    def close(self) -> None:
+        """Stop listening, at the normal end. After a failure this changes nothing: the process still has to end."""
+        if not self._peers or self._closing.is_set() or self._first is not None:
+            return
+        self._closing.set()
+        self._thread.join()
+        if self._first is not None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"heard/{self._rank}", "")
+        if self._rank == 0:
+            # Rank 0 may host the store: leaving first would look like a failure to those that still listen.
+            self._await_peers()
+
+    def _listen(self) -> None:
+        while not self._closing.wait(self._poll_seconds):
+            try:
+                if not self._thread_store.check([_FIRST]):
+                    continue
+                self._note(RankFailure(**json.loads(self._thread_store.get(_FIRST))))
+                self._thread_store.set(f"heard/{self._rank}", "")
+            except RuntimeError as error:
+                self._note(_lost_store(error))
+            self._end_in_time()
+
+    def _note(self, failure: RankFailure) -> None:
+        with self._lock:
+            if self._first is not None:
+                return
+            self._first = failure
+        logger.error("%s", failure)
+        self._known.set()
+
+    def _await_peers(self) -> None:
+        deadline = time.monotonic() + self._farewell_seconds
+        heard = [f"heard/{peer}" for peer in self._peers]
+        with contextlib.suppress(RuntimeError):
+            while not self._store.check(heard) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _end_in_time(self) -> None:
+        # The backstop below needs no interpreter lock, which a stuck extension may hold for ever.
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback_later(self._grace_seconds + 5, exit=True)
+        time.sleep(self._grace_seconds)
+        logger.error(
+            "this rank did not end within %.0f s of the failure of another; ending it. Its threads stand here:",
+            self._grace_seconds,
+        )
+        with contextlib.suppress(Exception):
+            for handler in logging.getLogger().handlers:
+                handler.flush()
+            sys.stdout.flush()
+            faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether ``error`` may only be the way in which this rank felt the end of another one."""
+    return any(
+        isinstance(link, PeerError | dist.DistError)
+        or isinstance(link, RuntimeError)
+        and any(text in str(link).lower() for text in _ECHO_TEXTS)
+        for link in _causes(error)
+    )
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank of ``group`` when any of them comes with an ``error``. Collective.
+
+    A rank with an error raises it; the others raise PeerError for the lowest rank that has one.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    mine = None if error is None else (dist.get_rank(), _reason_of(error))
+    reports: list[tuple[int, str] | None] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(reports, mine, group=group)
+    except Exception:
+        # A peer is gone entirely. Our own error, if there is one, tells more than that.
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+    if failed := [report for report in reports if report is not None]:
+        raise PeerError(*min(failed))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__
+
+
+def _failure_of(error: BaseException, rank: int, step: int | None) -> RankFailure:
+    story = "".join(traceback.format_exception(error)).rstrip()
+    return RankFailure(
+        rank=rank, step=step, reason=_reason_of(error), traceback=story[-_TRACEBACK_CHARACTERS:]
+    )
+
+
+def _reason_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+
+
+def _lost_store(error: Exception) -> RankFailure:
+    reason = (
+        f"the store of the job does not answer any more ({error}); its host, rank 0 or the launcher, has probably "
+        "ended. Look at the log of rank 0."
+    )
+    return RankFailure(rank=-1, step=None, reason=reason, traceback="")
