@@ -1,0 +1,112 @@
+"""The words that the parts of the data pipeline share.
+
+The one fact to know: rows are numbered globally. A position counts rows from the start of training
+over all epochs and all ranks; which rank reads a row, and in which batch, is arithmetic on it.
+
+    files -> sources -> processors -> token_cache -> packing (RowDataset) -> order
+          -> collators -> loader (BaseDataLoader) -> trainer
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import Configurable
+
+TrainerBatch: TypeAlias = tuple[dict[str, Any], torch.Tensor]
+"""``({"input", "positions"}, labels)``: 1-D int64 tensors of the tokens of one microbatch."""
+
+IGNORE_LABEL = -100
+"""A label that counts in no loss."""
+
+
+class DataloaderExhaustedError(Exception):
+    """The data ended before the training did.
+
+    Not a StopIteration: a generator would turn that into a RuntimeError.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSequence:
+    """A stretch of tokens: ``labels[i]`` is what follows ``input_ids[i]``.
+
+    All arrays are 1-D, of one length. ``positions`` restart at 0 at each document; ``None`` means
+    one document.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetBuildContext:
+    """What the run gives to every part that it builds."""
+
+    tokenizer: BaseTokenizer
+    max_context_length: int
+    num_tokens_per_batch: int
+    cache_dir: str = ""
+    """Folder of the token cache; empty stands for the user's cache folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetIterationPolicy:
+    """In which order the rows come, and which of them this rank takes."""
+
+    seed: int
+    shuffle: bool
+    repeat: bool
+    dp_rank: int
+    dp_world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFingerprint:
+    """What a saved position depends on: with any of these changed it points elsewhere."""
+
+    corpus: str
+    tokenizer: str
+    packing: str
+
+
+class RowDataset(ABC):
+    """Rows of exactly ``max_context_length`` tokens in one global, endless order."""
+
+    fingerprint: DataFingerprint
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+
+    @abstractmethod
+    def row_at(self, position: int) -> TextSequence:
+        """The row at a global position; ``position // len(self)`` is its epoch."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """One line for the log: what was found and how many rows it makes."""
+
+
+class BaseDataLoader(Stateful, ABC, Configurable):
+    """An iterator over the microbatches of one rank that can say and restore where it stands."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        def check(self, *, max_context_length: int, num_tokens_per_batch: int) -> list[str]:
+            """What would keep the loader from running, one message each; reads, changes nothing."""
+            return []
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[TrainerBatch]:
+        """The one iterator of this loader, at its present position."""
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
