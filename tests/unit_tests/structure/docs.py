@@ -1,0 +1,175 @@
+"""The code blocks of the documentation, and the file tree at the end of the README.
+
+A ``python`` or ``bash`` block is executed as it stands. Two things are done to make that possible:
+
+- blocks run in a copy of the repository (``Workspace``), so that what they write stays there;
+- ``./run_train.sh`` gets ``--training.steps`` right behind it, unless the block says the number
+  itself or asks for help, so that a run of minutes takes seconds. Everything else is real.
+
+A block that cannot be executed is preceded by ``<!-- docs-test: skip, REASON -->``.
+
+    README.md, docs/*.md -> blocks_of -> problem_with | command_of -> Workspace.run
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.unit_tests.structure.sources import ROOT, tracked_files
+
+TRAINING_STEPS = 4
+EXECUTED = ("python", "bash")
+# Labels of what is shown, not run. A shell block cannot hide behind another name for bash.
+SHOWN = ("text", "json", "toml", "yaml", "ini", "diff")
+_SKIP = re.compile(r"<!-- docs-test: skip, (?P<reason>.+) -->")
+_TRAIN = re.compile(r"(?<!\S)\./run_train\.sh(?!\S)")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Block:
+    """One fenced block of a Markdown file."""
+
+    path: str
+    line: int
+    language: str
+    text: str
+    skip_reason: str | None
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+def blocks_of(path: str, markdown: str) -> Iterator[Block]:
+    """The fenced blocks in order. A fence may be indented, as in a list."""
+    fence, start, body, previous = None, 0, [], ""
+    for number, line in enumerate(markdown.splitlines(), start=1):
+        stripped = line.strip()
+        if fence is None:
+            if stripped.startswith("```"):
+                fence, start, body = line, number, []
+            elif stripped:
+                previous = stripped
+        elif stripped == "```":
+            indent = len(fence) - len(fence.lstrip())
+            skip = _SKIP.fullmatch(previous)
+            yield Block(
+                path=path,
+                line=start,
+                language=fence.strip().removeprefix("```"),
+                text="".join(f"{text[indent:]}\n" for text in body),
+                skip_reason=skip["reason"] if skip else None,
+            )
+            fence, previous = None, ""
+        else:
+            body.append(line)
+    if fence is not None:
+        yield Block(path=path, line=start, language="unclosed", text="", skip_reason=None)
+
+
+def problem_with(block: Block) -> str | None:
+    """Why ``block`` cannot stay as it is; None when it is executed, shown or rightly skipped."""
+    if block.language not in (*EXECUTED, *SHOWN):
+        return f"{block.place}: language {block.language!r}; use one of {(*EXECUTED, *SHOWN)}"
+    if block.skip_reason is not None and len(block.skip_reason.split()) < 3:
+        return f"{block.place}: skipped without a reason that a reader could judge"
+    return None
+
+
+def shortened(script: str) -> str:
+    """``script`` with runs of ``TRAINING_STEPS`` steps where it does not say how many."""
+    lines = []
+    for line in re.sub(r"\s*\\\n\s*", " ", script).splitlines():
+        if not re.search(r"--training[.-]steps|--help", line):
+            line = _TRAIN.sub(f"./run_train.sh --training.steps {TRAINING_STEPS}", line)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def command_of(block: Block) -> Sequence[str]:
+    if block.language == "python":
+        return [sys.executable, "-c", block.text]
+    return ["bash", "-euo", "pipefail", "-c", shortened(block.text)]
+
+
+class Workspace:
+    """A copy of the files of the repository, with the environment of the running tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for path in tracked_files():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
+
+    def run(self, block: Block, timeout_seconds: float) -> None:
+        """Execute ``block``; AssertionError with its output when it fails."""
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        # A block says `python`; that is the interpreter the reader's set-up made.
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(self.folder)}
+        finished = subprocess.run(
+            command_of(block),
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+        )
+        tail = "\n".join(finished.stdout.splitlines()[-40:])
+        assert finished.returncode == 0, f"{block.place} exits {finished.returncode}:\n{tail}"
+
+
+def tree_of(readme: str) -> dict[str, str]:
+    """Path -> description, from the last ``text`` block of the README; folders end in ``/``.
+
+    One entry a line, two spaces of indentation a level, two spaces or more before the description.
+    """
+    blocks = [block for block in blocks_of("README.md", readme) if block.language == "text"]
+    entries: dict[str, str] = {}
+    parents: list[str] = []
+    for line in blocks[-1].text.splitlines() if blocks else []:
+        name, _, description = line.strip().partition("  ")
+        level = (len(line) - len(line.lstrip())) // 2
+        parents = [*parents[:level], name]
+        entries["".join(parents)] = description.strip()
+    return entries
+
+
+def tree_violations(readme: str, files: Sequence[str]) -> list[str]:
+    """Files that the tree does not name, entries that do not exist, entries without a description.
+
+    A folder that is listed without content stands for all that is in it. Empty ``__init__.py``
+    files need no line; the caller leaves them out of ``files`` .
+    """
+    entries = tree_of(readme)
+    folders = {
+        "".join(f"{part}/" for part in path.split("/")[:-1][:depth])
+        for path in files
+        for depth in range(1, path.count("/") + 1)
+    }
+    closed = [
+        entry
+        for entry in entries
+        if entry.endswith("/")
+        and not any(other != entry and other.startswith(entry) for other in entries)
+    ]
+    found = [
+        f"{entry}: listed, does not exist"
+        for entry in entries
+        if entry not in folders and entry not in files and entry != "./"
+    ]
+    found += [
+        f"{path}: exists, not listed"
+        for path in files
+        if path not in entries and not path.startswith(tuple(closed))
+    ]
+    found += [f"{entry}: no description" for entry, text in entries.items() if not text]
+    return sorted(found)

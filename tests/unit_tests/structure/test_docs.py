@@ -1,0 +1,161 @@
+"""Every code block of the documentation runs, and the README names every file."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.structure import docs
+from tests.unit_tests.structure.docs import Block, blocks_of, Workspace
+from tests.unit_tests.structure.sources import ROOT, tracked_files
+
+PAGES = [path for path in tracked_files("*.md") if path.count("/") == 0 or path[:5] == "docs/"]
+BLOCKS = [block for path in PAGES for block in blocks_of(path, (ROOT / path).read_text())]
+EXECUTED = [
+    block for block in BLOCKS if block.language in docs.EXECUTED and block.skip_reason is None
+]
+# Each skipped block is a promise that nothing checks. Raise this only with a reason.
+MAX_SKIPPED = 5
+# Two set-ups of ranks and a few steps on a loaded machine of two cores.
+TIMEOUT_SECONDS = 280
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("docs") / "torchtitan")
+
+
+@pytest.mark.slow
+@pytest.mark.docs
+@pytest.mark.parametrize("block", EXECUTED, ids=lambda block: block.place)
+def test_the_block_runs(block: Block, workspace: Workspace) -> None:
+    workspace.run(block, TIMEOUT_SECONDS)
+
+
+def test_every_block_is_executed_shown_or_skipped_for_a_reason() -> None:
+    assert not [problem for block in BLOCKS if (problem := docs.problem_with(block))]
+
+
+def test_few_blocks_are_skipped() -> None:
+    skipped = [f"{block.place}: {block.skip_reason}" for block in BLOCKS if block.skip_reason]
+    assert len(skipped) <= MAX_SKIPPED, "\n".join(skipped)
+
+
+def test_the_readme_names_every_file_once_and_no_other() -> None:
+    files = [
+        path
+        for path in tracked_files()
+        if not (path.endswith("__init__.py") and (ROOT / path).stat().st_size == 0)
+    ]
+    readme = ROOT / "README.md"
+    assert readme.exists(), "README.md is missing"
+    assert not (found := docs.tree_violations(readme.read_text(), files)), "\n".join(found)
+
+
+PAGE = """
+Text
+```bash
+echo one
+```
+<!-- docs-test: skip, needs eight GPUs to run -->
+
+- item
+<!-- docs-test: skip, needs two machines -->
+  ```python
+  if True:
+      x = 1
+  ```
+```sh
+echo hidden
+```
+"""
+
+
+def test_blocks_keep_their_line_language_text_and_reason() -> None:
+    first, second, third = blocks_of("a.md", PAGE)
+    assert (first.line, first.language, first.text) == (3, "bash", "echo one\n")
+    assert first.skip_reason is None
+    assert (second.text, second.skip_reason) == ("if True:\n    x = 1\n", "needs two machines")
+    assert third.skip_reason is None
+
+
+@pytest.mark.parametrize(
+    ("page", "complaint"),
+    [
+        ("```sh\necho\n```\n", "language 'sh'"),
+        ("```\necho\n```\n", "language ''"),
+        ("```bash\necho\n", "language 'unclosed'"),
+        ("<!-- docs-test: skip, slow -->\n```bash\necho\n```\n", "without a reason"),
+    ],
+)
+def test_a_block_that_would_escape_is_found(page: str, complaint: str) -> None:
+    (block,) = blocks_of("a.md", page)
+    assert complaint in (docs.problem_with(block) or "")
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("./run_train.sh", "./run_train.sh --training.steps 4"),
+        ("NGPU=2 ./run_train.sh --a 1", "NGPU=2 ./run_train.sh --training.steps 4 --a 1"),
+        ("./run_train.sh \\\n  --a 1", "./run_train.sh --training.steps 4 --a 1"),
+        ("./run_train.sh --training.steps 9", "./run_train.sh --training.steps 9"),
+        ("./run_train.sh --help", "./run_train.sh --help"),
+        ("ls ./run_train.sh.bak", "ls ./run_train.sh.bak"),
+    ],
+)
+def test_a_run_without_a_number_of_steps_is_shortened(script: str, expected: str) -> None:
+    assert docs.shortened(script) == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("python", "raise RuntimeError('planted')"),
+        ("bash", "echo planted; false\ntrue"),
+        ("bash", "echo planted; echo $UNSET_NAME"),
+        ("bash", "echo planted; false | true"),
+    ],
+)
+def test_a_block_that_fails_is_found(workspace: Workspace, language: str, text: str) -> None:
+    block = Block(path="a.md", line=7, language=language, text=text, skip_reason=None)
+    with pytest.raises(AssertionError, match=r"(?s)a.md:7 exits 1:.*planted|UNSET"):
+        workspace.run(block, TIMEOUT_SECONDS)
+
+
+def test_a_block_sees_the_package_and_writes_outside_the_repository(workspace: Workspace) -> None:
+    text = "import torchtitan, pathlib; pathlib.Path('new').write_text(torchtitan.__file__)"
+    workspace.run(
+        Block(path="a.md", line=1, language="python", text=text, skip_reason=None), TIMEOUT_SECONDS
+    )
+    assert Path((workspace.folder / "new").read_text()).is_relative_to(workspace.folder)
+    assert not (ROOT / "new").exists()
+
+
+TREE = """
+```text
+run.sh  starts it
+lib/  the code
+  a.py   first
+  sub/   many small files
+```
+"""
+
+
+def test_a_tree_that_names_everything_passes() -> None:
+    assert (
+        docs.tree_violations(TREE, ["run.sh", "lib/a.py", "lib/sub/x.py", "lib/sub/d/y.py"]) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("readme", "files", "complaint"),
+    [
+        (TREE, ["run.sh", "lib/a.py", "lib/sub/x.py", "lib/b.py"], "lib/b.py: exists, not listed"),
+        (TREE, ["run.sh", "lib/sub/x.py"], "lib/a.py: listed, does not exist"),
+        (TREE, ["run.sh", "lib/a.py"], "lib/sub/: listed, does not exist"),
+        ("```text\na.py\n```\n", ["a.py"], "a.py: no description"),
+        ("no tree", ["a.py"], "a.py: exists, not listed"),
+    ],
+)
+def test_a_slip_in_the_tree_is_found(readme: str, files: list[str], complaint: str) -> None:
+    assert docs.tree_violations(readme, files) == [complaint]
