@@ -3,6 +3,9 @@
 recipe function -> config <- command line (manager) ; config -> build (configurable) | replace (override)
 """
 
+import importlib
+from typing import Any
+
 import torch
 
 TORCH_DTYPE_MAP = {
@@ -33,6 +36,7 @@ from torchtitan.config.override import (  # noqa: E402
 __all__ = [
     "CommConfig",
     "CompileConfig",
+    "ConfigManager",
     "Configurable",
     "DebugConfig",
     "Function",
@@ -46,3 +50,11 @@ __all__ = [
     "derive",
     "override",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that `python -m torchtitan.config.manager` runs the only copy of that module, and so
+    # that code which never reads a command line does not import tyro's machinery with it.
+    if name == "ConfigManager":
+        return importlib.import_module("torchtitan.config.manager").ConfigManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

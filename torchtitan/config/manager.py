@@ -1,0 +1,323 @@
+"""From the command line to the config of a run.
+
+``--module`` and ``--config`` choose a recipe, the recipe makes a config, and every other flag changes a
+setting of it: the command line wins over the recipe. All settings that cannot be used are
+reported together.
+
+    args -> early flags (--module, --config) -> recipe() -> tyro (all other flags) -> checks -> config
+
+Print the config that a command line leads to:
+
+    python -m torchtitan.config.manager --module llama3 --config llama3_debugmodel --training.steps 20
+"""
+
+import importlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, MISSING, replace
+from typing import Any, get_type_hints
+
+import tyro
+
+from torchtitan.config.configs import OverrideImport
+from torchtitan.config.configurable import to_plain
+from torchtitan.config.override import format_cli_imports, parse_cli_imports
+from torchtitan.config.recipes import (
+    CommandLineError,
+    CommandLineValueError,
+    known_modules,
+    RecipeModule,
+)
+from torchtitan.config.violations import collecting
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+
+custom_registry = tyro.constructors.ConstructorRegistry()
+"""How tyro reads the types that have a form of their own on our command line."""
+
+
+@custom_registry.primitive_rule
+def _string_list_rule(
+    type_info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[list[str]] | None:
+    if type_info.type != list[str]:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,C",
+        instance_from_str=lambda tokens: [
+            item.strip() for item in tokens[0].split(",") if item.strip()
+        ],
+        is_instance=lambda value: (
+            isinstance(value, list) and all(isinstance(item, str) for item in value)
+        ),
+        str_from_instance=lambda items: [",".join(items)],
+    )
+
+
+@custom_registry.primitive_rule
+def _override_list_rule(
+    type_info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[list[OverrideImport]] | None:
+    if type_info.type != list[OverrideImport]:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[PKG.MODULE.FUNCTION[=JSON] ...]",
+        instance_from_str=parse_cli_imports,
+        is_instance=lambda value: isinstance(value, list),
+        str_from_instance=format_cli_imports,
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EarlyFlag:
+    """A flag that is read before the recipe's config exists, because it decides what that config is."""
+
+    name: str
+    """With dashes and dots, as typed: ``--module``."""
+
+    metavar: str
+    """What the help shows for the value."""
+
+    help: str
+    """One line for the help."""
+
+    change: Callable[[Any, str], Any] | None = None
+    """Given the recipe's config and the value, returns the config that the other flags apply to."""
+
+
+EARLY_FLAGS: tuple[EarlyFlag, ...] = (
+    EarlyFlag(
+        name="--module",
+        metavar="NAME",
+        help="where the recipe is: a short name, or an importable module or package",
+    ),
+    EarlyFlag(name="--config", metavar="FUNCTION", help="the recipe: a function in that module"),
+)
+
+
+class ConfigManager:
+    """Reads a command line; the result stays in ``config``."""
+
+    def __init__(self, early_flags: Sequence[EarlyFlag] = EARLY_FLAGS) -> None:
+        self._early_flags = tuple(early_flags)
+        self.config: Any = None
+
+    def parse_args(self, args: list[str] | None = None) -> Any:
+        """The config that ``args`` (default: those of this process) lead to.
+
+        Raises ``ValueError`` or ``ImportError`` (both also ``CommandLineError``) when ``--module`` or
+        ``--config`` does not lead to a recipe; what the recipe itself raises passes through. Everything else
+        that is wrong is printed and ends in ``SystemExit(2)``, ``--help`` in ``SystemExit(0)``.
+        """
+        values, rest = _take_early_flags(
+            self._early_flags, sys.argv[1:] if args is None else list(args)
+        )
+        module_name, recipe_name = values.get("--module"), values.get("--config")
+        if (module_name is None or recipe_name is None) and {"-h", "--help"} & set(rest):
+            self._print_short_help(module_name)
+            raise SystemExit(0)
+        if module_name is None:
+            raise CommandLineValueError(
+                f"--module is required. It says where the recipe is: one of {', '.join(known_modules())}, "
+                "or an importable module."
+            )
+        if recipe_name is None:
+            raise CommandLineValueError(
+                f"--config is required. It names the recipe in module {module_name!r}; "
+                f"--module {module_name} --help lists them."
+            )
+        recipe = RecipeModule(module_name).recipe(recipe_name)
+        # Only what holds in the end counts: a flag may mend a setting of the recipe.
+        with collecting():
+            config = self._run_recipe(recipe, recipe_name, values)
+            config = self._parse_with_tyro(config, rest, values)
+        _exit_on_violations(config)
+        self.config = config
+        self._validate_config()
+        return config
+
+    def _run_recipe(self, recipe: Callable[[], Any], name: str, values: Mapping[str, str]) -> Any:
+        config = recipe()
+        if isinstance(config, type) or not is_dataclass(config):
+            raise CommandLineValueError(
+                f"--config {name} returned {type(config).__name__}, not a config (an instance of a dataclass). "
+                "Name a function that returns the config of a run."
+            )
+        for flag in self._early_flags:
+            if flag.change is not None and flag.name in values:
+                config = flag.change(config, values[flag.name])
+        return config
+
+    def _parse_with_tyro(self, config: Any, args: list[str], values: Mapping[str, str]) -> Any:
+        typed = [
+            f"{flag.name} {values[flag.name]}" for flag in self._early_flags if flag.name in values
+        ]
+        return tyro.cli(
+            type(config),
+            # tyro repeats this in its advice, so it has to be a command that works.
+            prog=" ".join([_program(), *typed]),
+            args=args,
+            default=config,
+            registry=custom_registry,
+            description=f"{self._early_flags_help()}\n\nThe flags below show the values of this recipe.",
+            # As in our messages and documents; dashes are read just as well.
+            use_underscores=True,
+            console_outputs=_speaks(),
+        )
+
+    def _early_flags_help(self) -> str:
+        usages = [f"{flag.name} {flag.metavar}" for flag in self._early_flags]
+        width = max(len(usage) for usage in usages)
+        return "\n".join(
+            f"  {usage:<{width}}  {flag.help}"
+            for usage, flag in zip(usages, self._early_flags, strict=True)
+        )
+
+    def _print_short_help(self, module_name: str | None) -> None:
+        if module_name is None:
+            found = f"known modules: {', '.join(known_modules())}"
+        else:
+            names = RecipeModule(module_name).recipe_names()
+            found = f"recipes in {module_name}: {', '.join(names) or 'none'}"
+        print(
+            f"usage: {_program()} --module NAME --config FUNCTION [--section.setting VALUE ...]\n\n"
+            f"{self._early_flags_help()}\n\n{found}\n\n"
+            "With both of them, --help lists every setting and the value the recipe gives it."
+        )
+
+    def _validate_config(self) -> None:
+        path = getattr(self.config, "hf_assets_path", None)
+        if path is None:
+            return
+        if not filesystem.exists(path):
+            logger.warning(
+                f"hf_assets_path is {path}, which does not exist. The tokenizer and Hugging Face weights are read "
+                "from there; set --hf_assets_path if this run needs them."
+            )
+        elif path.endswith("tokenizer.model"):
+            raise Exception(  # noqa: B904,TRY002
+                f"hf_assets_path is {path}, a tokenizer file of the old kind. "
+                "Set --hf_assets_path to the folder that holds tokenizer.json."
+            )
+
+    @staticmethod
+    def _merge_configs(base: type, custom: type) -> type:
+        """A dataclass ``Merged<Base>`` that derives from ``base`` and takes the fields of ``custom`` over it.
+
+        Fields that are dataclasses on both sides are merged in turn. Deprecated: derive a config class instead.
+        """
+        warnings.warn(
+            "ConfigManager._merge_configs is deprecated; write a subclass of the config class instead.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return _merge(base, custom)
+
+
+def _take_early_flags(
+    flags: Sequence[EarlyFlag], args: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Split ``args`` into the values of ``flags`` and the rest; of a repeated flag the last one counts."""
+    names = {_spelling(flag.name): flag.name for flag in flags}
+    values: dict[str, str] = {}
+    rest: list[str] = []
+    remaining = iter(args)
+    for arg in remaining:
+        typed, equals, value = arg.partition("=")
+        name = names.get(_spelling(typed))
+        if name is None:
+            rest.append(arg)
+            continue
+        if not equals:
+            value = next(remaining, "")
+        if not value or value.startswith("--"):
+            raise CommandLineValueError(f"{name} requires a value")
+        values[name] = value
+    return values, rest
+
+
+def _spelling(flag: str) -> str:
+    return flag.replace("_", "-")
+
+
+def _speaks() -> bool:
+    """Whether this process tells the user what is wrong: one on each machine does."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _program() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        return os.path.basename(sys.argv[0])
+    return f"python -m {spec.name.removesuffix('.__main__')}"
+
+
+def _exit_on_violations(config: Any) -> None:
+    """Check every dataclass in ``config`` once more; if a check fails, print all failures and exit."""
+    with collecting() as found:
+        for node in _dataclasses_in(config):
+            replace(node)
+    if not found:
+        return
+    what = "1 setting" if len(found) == 1 else f"{len(found)} settings"
+    lines = [f"{what} cannot be used:", *(f"  - {message}" for message in found)]
+    if _speaks():
+        print("\n".join(lines), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _dataclasses_in(value: Any) -> Iterator[Any]:
+    """The dataclasses in ``value`` that check themselves, inner ones first."""
+    if isinstance(value, type):
+        return
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from _dataclasses_in(getattr(value, each.name))
+        if hasattr(value, "__post_init__"):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _dataclasses_in(item)
+    elif isinstance(value, dict):
+        yield from _dataclasses_in(list(value.values()))
+
+
+def _merge(base: type, custom: type) -> type:
+    base_types, custom_types = get_type_hints(base), get_type_hints(custom)
+    merged: list[tuple[str, Any, Any]] = []
+    for each in fields(custom):
+        declared = custom_types[each.name]
+        default = field(
+            default=each.default, default_factory=each.default_factory, init=each.init, kw_only=True
+        )
+        in_base = base_types.get(each.name)
+        if is_dataclass(declared) and is_dataclass(in_base) and isinstance(in_base, type):
+            declared = _merge(in_base, declared)
+            default = field(default_factory=declared, kw_only=True)
+        merged.append((each.name, declared, default))
+    return make_dataclass(f"Merged{base.__name__}", merged, bases=(base,), kw_only=True, slots=True)
+
+
+def main() -> None:
+    """Print the config that the arguments of this process lead to, as JSON."""
+    try:
+        config = ConfigManager().parse_args()
+    except CommandLineError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    text = json.dumps(to_plain(config), indent=2)
+    try:
+        rich = importlib.import_module("rich")
+    except ImportError:
+        print(text)
+        return
+    rich.print_json(text)
+
+
+if __name__ == "__main__":
+    main()
