@@ -9,7 +9,7 @@ the same bits, and no rank waits for another. The price is the memory of one who
                                                          ^^^^^^^^^^^ this file
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +119,7 @@ def _empty_whole(param: DTensor) -> torch.Tensor:
 
 
 @contextmanager
-def _whole_parameters(module: Module, own: dict[str, nn.Parameter]) -> Iterator[None]:
+def _whole_parameters(module: Module, own: dict[str, nn.Parameter]) -> Generator[None, None, None]:
     """Let a ``reset_parameters`` that knows nothing of shards write to whole tensors."""
     sharded = {name: param for name, param in own.items() if isinstance(param, DTensor)}
     whole = {name: nn.Parameter(_empty_whole(param)) for name, param in sharded.items()}

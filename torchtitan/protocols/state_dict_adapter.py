@@ -46,7 +46,7 @@ class StateDictAdapter(BaseStateDictAdapter):
     """The parts that all models share: the file index, the default reader and the rope check."""
 
     def __init__(self, model_config: BaseModel.Config, hf_assets_path: str | None) -> None:
-        self.model_config = model_config
+        self.model_config: Any = model_config
         self.hf_assets_path = hf_assets_path
         self.fqn_to_index_mapping = None if hf_assets_path is None else _read_index(hf_assets_path)
 
@@ -65,7 +65,7 @@ class StateDictAdapter(BaseStateDictAdapter):
         """
         others = {
             type(layer.attention.rope).__qualname__
-            for layer in getattr(self.model_config, "layers")
+            for layer in self.model_config.layers
             if not isinstance(layer.attention.rope, cls)
         }
         if others:

@@ -48,6 +48,7 @@ class FlexAttention(Module):
     ) -> torch.Tensor:
         if isinstance(mask, DenseMask):
             return attention_kernels.attend_dense(q_THD, k_THD, v_THD, mask)
+        assert not isinstance(mask, VarlenMetadata)
         return attention_kernels.attend_flex(q_THD, k_THD, v_THD, mask, self.config.backend)
 
 

@@ -14,13 +14,17 @@ Shapes: T tokens of the microbatch, k rows, L tokens of a row, H heads, D elemen
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from torchtitan.models.common.masks import DenseMask, VarlenMetadata
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    # Loads the compiler; see masks.py.
+    from torch.nn.attention.flex_attention import BlockMask
 
 Backend = Literal["flex", "flex_flash", "varlen"]
 Kernel = Literal["flex", "flex_flash", "varlen", "dense"]
@@ -41,7 +45,8 @@ _IN_WORDS: dict[Kernel, str] = {
 @functools.cache
 def choose(backend: Backend, device: torch.device) -> Kernel:
     """The best kernel that ``device`` can run for ``backend``; says so once if it is another."""
-    kernel = next((k for k in _CHOICES[backend] if _can_run(k, device)), "dense")
+    runnable: list[Kernel] = [k for k in _CHOICES[backend] if _can_run(k, device)]
+    kernel = runnable[0] if runnable else "dense"
     if kernel != backend:
         logger.info(
             f"Attention back end {backend!r} cannot run on {device.type}: using {_IN_WORDS[kernel]}."
@@ -78,7 +83,11 @@ def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
 
 
 def attend_flex(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, mask, backend: Backend
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    mask: "BlockMask",
+    backend: Backend,
 ) -> torch.Tensor:
     """Attention under a BlockMask over all T tokens as one sample."""
     flash = choose(backend, q_THD.device) == "flex_flash"
@@ -102,7 +111,7 @@ def attend_varlen(
             f"varlen attention runs in bfloat16 or float16, got {q_THD.dtype}. Set "
             "training.mixed_precision_param to bfloat16 or use the flex back end."
         )
-    return varlen_attn(
+    out_THD = varlen_attn(
         q_THD,
         k_THD,
         v_THD,
@@ -113,6 +122,8 @@ def attend_varlen(
         window_size=(-1, 0),  # all keys to the left, none to the right: causal
         enable_gqa=q_THD.shape[1] != k_THD.shape[1],
     )
+    assert isinstance(out_THD, torch.Tensor)  # a pair only when more than the output is asked for
+    return out_THD
 
 
 def attend_dense(

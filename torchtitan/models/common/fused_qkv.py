@@ -120,7 +120,8 @@ def _split_saved(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
     """Post-hook of ``state_dict``: put wq, wk and wv where wqkv was."""
-    layout: HeadLayout = module.layout
+    assert isinstance(module, FusedQKVLinear)
+    layout = module.layout
     for name, _ in module.wqkv.named_parameters():
         fused = state_dict.pop(f"{prefix}wqkv.{name}", None)
         if fused is None:
@@ -143,7 +144,8 @@ def _fuse_loaded(
     error_msgs: list[str],
 ) -> None:
     """Pre-hook of ``load_state_dict``: put wqkv where wq, wk and wv are, if all three are."""
-    layout: HeadLayout = module.layout
+    assert isinstance(module, FusedQKVLinear)
+    layout = module.layout
     for name, param in module.wqkv.named_parameters():
         keys = [f"{prefix}{split_name}.{name}" for split_name in SPLIT_NAMES]
         if not all(key in state_dict for key in keys):
