@@ -17,7 +17,10 @@ def _reject_below(section: str, values: dict[str, float | int | None], least: in
     for name, value in values.items():
         if value is not None and not value >= least:
             bound = "greater than 0" if least == 1 else f"at least {least}"
-            reject(f"{section}.{name} is {value}; it must be {bound}. Give it such a value.")
+            reject(
+                f"{section}.{name} is {value}; it must be {bound}. "
+                f"Set --{section}.{name} to such a number."
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, MISSING, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from typing import Any, get_type_hints
 
 import tyro

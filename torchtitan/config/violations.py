@@ -8,7 +8,7 @@ messages instead, so that a user who got three flags wrong hears of all three in
     __post_init__ -> reject -> the list of collecting() -> one message, exit code 2   (command line)
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -29,7 +29,7 @@ def reject(message: str) -> None:
 
 
 @contextmanager
-def collecting() -> Iterator[list[str]]:
+def collecting() -> Generator[list[str]]:
     """Gather the messages of every ``reject`` in the block, each once, in order."""
     found: list[str] = []
     token = _collected.set(found)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, cast, TypeVar
 
 from torchtitan.observability.structured_logger.jsonl_handler import register_jsonl_handler
 from torchtitan.observability.structured_logger.records import event_extra, LogType
@@ -144,14 +144,14 @@ class log_trace_span:  # noqa: N801 (reads as a verb in `with` and as a decorato
                 with span():
                     return await function(*args, **kwargs)
 
-            return timed_async  # pyrefly: ignore[bad-return]
+            return cast(F, timed_async)
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             with span():
                 return function(*args, **kwargs)
 
-        return timed  # pyrefly: ignore[bad-return]
+        return cast(F, timed)
 
 
 def log_trace_instant(event_type: str, *, stacklevel: int = 2) -> None:
