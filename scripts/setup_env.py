@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 15
+PIP_UNPACKS = "Installing collected packages"
 
 
 class SetupError(Exception):
@@ -189,6 +190,7 @@ class VirtualEnvironment:
     def _run(self, what: str, command: Sequence[str | Path]) -> None:
         say(f"{what} ...")
         started = time.monotonic()
+        log_start = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("a") as log:
             code = subprocess.run(
                 command,
@@ -199,7 +201,11 @@ class VirtualEnvironment:
                 pass_fds=(self._lock_descriptor,),
             ).returncode
         if code != 0:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+            output = self.log.read_bytes()[log_start:].decode(errors="replace")
+            if command[0] == self.python and PIP_UNPACKS not in output:
+                # pip failed before it touched the environment, which is as good as it was.
+                self._write_state(busy=False)
+            tail = "\n".join(output.splitlines()[-LOG_TAIL_LINES:])
             free_gb = shutil.disk_usage(self.folder).free / 1e9
             raise SetupError(
                 f"{what} failed with exit code {code}; the last lines:\n{tail}\n"
