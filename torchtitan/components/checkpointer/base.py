@@ -19,12 +19,12 @@ import torch.distributed
 
 from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.discovery import Kind
+from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
 from torchtitan.components.checkpointer.history import supersede, supersede_newer
 from torchtitan.components.checkpointer.retention import expired, purge_thread
 from torchtitan.components.checkpointer.schedule import SaveSchedule
 from torchtitan.components.checkpointer.settings import violations
-from torchtitan.components.checkpointer.source import choose_source, OwnFolder, Request, Source
+from torchtitan.components.checkpointer.source import find_source, Request, Source
 from torchtitan.components.checkpointer.state import (
     DATALOADER,
     LR_SCHEDULER,
@@ -219,6 +219,11 @@ class BaseCheckpointManager(Configurable, ABC):
         if getattr(self, "enable", False):
             self._close()
 
+    def newest_checkpoint(self) -> str | None:
+        """Path of the newest complete checkpoint in the run's folder, or None."""
+        steps = self._complete_steps(self.folder) if self.enable else {}
+        return steps[max(steps)] if steps else None
+
     @abstractmethod
     def _load(self, step: int) -> bool: ...
 
@@ -258,14 +263,9 @@ class BaseCheckpointManager(Configurable, ABC):
         return filesystem.join(folder or self.folder, discovery.step_name(step))
 
     def _complete_steps(self, folder: str) -> dict[int, str]:
-        if not self._storage.isdir(folder):
-            return {}
-        found = discovery.find_steps(self._storage, folder, parse=self._parse_step)
-        return {
-            step: path
-            for step, path, is_staging in found
-            if not is_staging and self._is_valid_checkpoint(path)
-        }
+        return discovery.complete_steps(
+            self._storage, folder, parse=self._parse_step, is_complete=self._is_valid_checkpoint
+        )
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest complete step in ``folder`` (default: the run's own), or -1."""
@@ -273,31 +273,24 @@ class BaseCheckpointManager(Configurable, ABC):
 
     def _choose_source(self, step: int) -> Source | None:
         """What to load; the same on all ranks."""
-        adapter_path = getattr(self.sd_adapter, "hf_assets_path", None)
         request = Request(
             load_step=step,
             initial_load_path=self.initial_load_path,
             initial_load_model_only=self.initial_load_model_only,
             initial_load_in_hf=self.initial_load_in_hf,
             initial_load_in_hf_quantized=self.initial_load_in_hf_quantized,
-            hf_assets_path=adapter_path,
+            hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
         )
 
-        def choose() -> Source | None:
+        def find() -> Source | None:
             own = OwnFolder(
                 path=self.folder,
                 step_paths=self._complete_steps(self.folder),
                 kind_of=self._kind_of,
             )
-            source = choose_source(request, own)
-            if source is not None and not self._storage.isdir(source.path):
-                raise ValueError(
-                    f"{source.reason} names {source.path}, which is not a directory; it must be "
-                    "one checkpoint, that is a step-N directory."
-                )
-            return source
+            return find_source(request, own, self._storage)
 
-        source = rank_zero_decides(choose)
+        source = rank_zero_decides(find)
         # Step 0 is only weights, so the run's own history begins after it.
         self._loaded_step = source.step if source is not None and source.step else 0
         return source

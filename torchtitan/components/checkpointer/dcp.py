@@ -5,7 +5,7 @@ asynchronous modes DCP's collectives run on a gloo group of their own in a backg
 because on the training group they would interleave with training's and dead-lock.
 
     _save -> _make_ready -> dcp_save -> dcp.save | dcp.async_save -> DurableFileSystemWriter
-    _load -> _choose_source -> require_match -> dcp_load -> dcp.load -> the states
+    _load -> _choose_source -> dcp_index.require_match -> dcp_load -> dcp.load -> the states
 """
 
 import enum
@@ -20,9 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan.components.checkpointer import discovery
+from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
-from torchtitan.components.checkpointer.dcp_index import MARKER, read_index, require_match
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.errors import CheckpointReadError, CheckpointSaveError
@@ -44,8 +43,6 @@ from torchtitan.config.violations import reject
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
-
-_HF_MARKER = "model.safetensors.index.json"
 
 
 class AsyncMode(str, enum.Enum):
@@ -132,24 +129,14 @@ class CheckpointManager(BaseCheckpointManager):
         self._report: SaveReport | None = None
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
-        step = discovery.parse_step(filename)
-        return None if step is None else (step, False)
+        return dcp_index.parse_entry(filename)
 
     def _is_valid_checkpoint(self, checkpoint_id: str) -> bool:
-        markers = MARKER, _HF_MARKER
-        return any(self._storage.isfile(f"{checkpoint_id}/{marker}") for marker in markers)
+        return dcp_index.is_complete(self._storage, checkpoint_id)
 
     def _kind_of(self, checkpoint_id: str) -> Kind:
-        if not self._storage.isfile(f"{checkpoint_id}/{MARKER}"):
-            return Kind.MODEL_ONLY
-        try:
-            metadata = read_index(checkpoint_id)
-        except CheckpointReadError as error:
-            logger.warning(f"{error} It is left in place.")
-            return Kind.UNREADABLE
-        own = {key for key, value in self.states.items() if key != MODEL and value is not None}
-        saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
-        return Kind.FULL if not own or own & saved else Kind.MODEL_ONLY
+        others = {key for key, value in self.states.items() if key != MODEL and value is not None}
+        return dcp_index.kind_of(self._storage, checkpoint_id, others)
 
     def _flattened_model_states_sd(
         self, state_dict: dict[str, Any] | None = None
@@ -321,10 +308,12 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _require_match(self, path: str, states: dict[str, Any]) -> None:
         try:
-            metadata = read_index(path)
+            metadata = dcp_index.read_index(path)
         except CheckpointReadError:
             return  # the load that follows reports it
-        require_match(path, states, metadata, other_keys=set(self.states) - {MODEL}, group=self.pg)
+        dcp_index.require_match(
+            path, states, metadata, other_keys=set(self.states) - {MODEL}, group=self.pg
+        )
 
     def _maybe_wait_for_staging(self) -> None:
         if self.staging_future is None:

@@ -5,7 +5,7 @@ who points at the wrong checkpoint should hear everything at once.
 """
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -15,12 +15,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.agreement import gather
+from torchtitan.components.checkpointer.discovery import complete_steps, Kind, OwnFolder, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
+from torchtitan.components.checkpointer.storage import CheckpointStorage
+from torchtitan.tools.logging import logger
 
 Shape = tuple[int, ...] | None
 
 MARKER = ".metadata"
 """The index, which DCP writes last: a directory that has it is complete."""
+
+HF_MARKER = "model.safetensors.index.json"
+"""Index of an export in Hugging Face format."""
 
 
 def read_index(checkpoint_id: str) -> Metadata:
@@ -38,6 +44,48 @@ def read_index(checkpoint_id: str) -> Metadata:
     if not isinstance(index, Metadata):
         raise CheckpointReadError(f"The index {checkpoint_id}/{MARKER} is not one that DCP writes.")
     return index
+
+
+def is_complete(storage: CheckpointStorage, checkpoint_id: str) -> bool:
+    """Whether the index, or that of a Hugging Face export, is in the directory."""
+    return any(storage.isfile(f"{checkpoint_id}/{marker}") for marker in (MARKER, HF_MARKER))
+
+
+def kind_of(storage: CheckpointStorage, checkpoint_id: str, other_keys: Set[str]) -> Kind:
+    """What a complete checkpoint holds, judged by its index.
+
+    Args:
+        other_keys: state keys besides the model's. With none of them everything is full.
+    """
+    if not storage.isfile(f"{checkpoint_id}/{MARKER}"):
+        return Kind.MODEL_ONLY
+    try:
+        index = read_index(checkpoint_id)
+    except CheckpointReadError as error:
+        logger.warning(f"{error} It is left in place.")
+        return Kind.UNREADABLE
+    saved = {name.partition(".")[0] for name in index.state_dict_metadata}
+    return Kind.FULL if not other_keys or other_keys & saved else Kind.MODEL_ONLY
+
+
+def own_folder(path: str, storage: CheckpointStorage, other_keys: Set[str]) -> OwnFolder:
+    """The DCP checkpoints in ``path``."""
+    return OwnFolder(
+        path=path,
+        step_paths=complete_steps(
+            storage,
+            path,
+            parse=parse_entry,
+            is_complete=lambda checkpoint_id: is_complete(storage, checkpoint_id),
+        ),
+        kind_of=lambda checkpoint_id: kind_of(storage, checkpoint_id, other_keys),
+    )
+
+
+def parse_entry(name: str) -> tuple[int, bool] | None:
+    """(step, is a staging name) of a directory name; DCP writes in place, so never staging."""
+    step = parse_step(name)
+    return None if step is None else (step, False)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Shape]]:

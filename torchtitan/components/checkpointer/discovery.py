@@ -4,7 +4,7 @@ Names are anchored: ``step-<n>`` without leading zeros is a checkpoint of step n
 ``step-7.bak``, ``tmp_step-7`` or ``step-07`` are somebody else's business. A directory counts only
 once the marker that its writer puts there last is present. This module only reads.
 
-    listdir -> parse_step -> is it a directory with its marker? -> StepDirectory
+    listdir -> parse_step -> is it a directory with its marker? -> OwnFolder
 """
 
 import re
@@ -33,18 +33,6 @@ class Kind(str, Enum):
     UNREADABLE = "unreadable"
     """Its completion marker is there and cannot be read."""
 
-    INCOMPLETE = "incomplete"
-    """No completion marker: a save that is running or that died."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepDirectory:
-    """One ``step-<n>`` directory and what it is good for."""
-
-    step: int
-    path: str
-    kind: Kind
-
 
 def step_name(step: int) -> str:
     """The directory name of ``step``."""
@@ -72,3 +60,43 @@ def find_steps(
             step, is_staging = parsed
             found.append((step, path, is_staging))
     return sorted(found)
+
+
+def complete_steps(
+    storage: CheckpointStorage,
+    folder: str,
+    *,
+    parse: Callable[[str], tuple[int, bool] | None],
+    is_complete: Callable[[str], bool],
+) -> dict[int, str]:
+    """Paths of the complete checkpoints in ``folder`` by step; none when it does not exist."""
+    if not storage.isdir(folder):
+        return {}
+    found = find_steps(storage, folder, parse=parse)
+    return {step: path for step, path, is_staging in found if not is_staging and is_complete(path)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnFolder:
+    """The complete checkpoints in a run's own folder."""
+
+    path: str
+    step_paths: dict[int, str]
+    """Complete checkpoints by step; empty when the folder is missing or holds none."""
+
+    kind_of: Callable[[str], Kind]
+    """Looks into one of them; costs a read of its index, so newest first and no more than needed."""
+
+    def newest_full(self) -> tuple[int | None, list[int]]:
+        """The newest full step, and the steps above it whose index cannot be read.
+
+        Step 0 does not count: it is a seed, whatever it holds.
+        """
+        unreadable = []
+        for step in sorted(self.step_paths.keys() - {0}, reverse=True):
+            kind = self.kind_of(self.step_paths[step])
+            if kind is Kind.FULL:
+                return step, unreadable
+            if kind is Kind.UNREADABLE:
+                unreadable.append(step)
+        return None, unreadable

@@ -9,11 +9,12 @@ what the run was told to begin from counts only while there is nothing of its ow
 Rank 0 asks ``choose_source`` and every rank follows the answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchtitan.components.checkpointer.discovery import Kind
+from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
 from torchtitan.components.checkpointer.errors import CheckpointNotFoundError
+from torchtitan.components.checkpointer.storage import CheckpointStorage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,29 +54,20 @@ class Source:
     from_quantized: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnFolder:
-    """The complete checkpoints in the run's own folder."""
+def find_source(request: Request, own: OwnFolder, storage: CheckpointStorage) -> Source | None:
+    """``choose_source``, checked to be a directory.
 
-    path: str
-    step_paths: dict[int, str]
-    """Complete checkpoints by step; empty when the folder is missing or holds none."""
-
-    kind_of: Callable[[str], Kind]
-    """Looks into one of them; costs a read of its index, so ask newest first and stop early."""
-
-    def newest_full(self) -> tuple[int | None, list[int]]:
-        """The newest full step, and the steps above it whose index cannot be read."""
-        unreadable = []
-        for step in sorted(self.step_paths, reverse=True):
-            if step == 0:
-                break
-            kind = self.kind_of(self.step_paths[step])
-            if kind is Kind.FULL:
-                return step, unreadable
-            if kind is Kind.UNREADABLE:
-                unreadable.append(step)
-        return None, unreadable
+    Raises:
+        CheckpointNotFoundError, ValueError: as ``choose_source``; ValueError also when the path
+            chosen is no directory.
+    """
+    source = choose_source(request, own)
+    if source is not None and not storage.isdir(source.path):
+        raise ValueError(
+            f"{source.reason} names {source.path}, which is not a directory; it must be one "
+            "checkpoint, that is a step-N directory."
+        )
+    return source
 
 
 def choose_source(request: Request, own: OwnFolder) -> Source | None:
@@ -152,5 +144,5 @@ def _initial(request: Request) -> Source | None:
     )
 
 
-def _listed(steps: Sequence[int] | dict[int, str]) -> str:
-    return str(sorted(steps)) if steps else "none"
+def _listed(steps: Iterable[int]) -> str:
+    return str(sorted(steps) or "none")

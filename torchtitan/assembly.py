@@ -1,0 +1,102 @@
+"""Build the model of a run: describe, construct without memory, shard, fill.
+
+A model is constructed on the meta device, so that no rank ever holds all of it, then sharded, and
+only then given memory and its first values, which do not depend on the sharding.
+"""
+
+import copy
+from typing import Any, Protocol
+
+import torch
+
+from torchtitan.config import (
+    apply_overrides,
+    CompileConfig,
+    OverrideConfig,
+    ParallelismConfig,
+    TORCH_DTYPE_MAP,
+    TrainingConfig,
+)
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.observability import structured_logger as sl
+from torchtitan.protocols import BaseModel, ModelSpec
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+
+class RunConfig(Protocol):
+    """The sections of a run's config that shape its model."""
+
+    training: TrainingConfig
+    parallelism: ParallelismConfig
+    compile: CompileConfig
+    override: OverrideConfig
+    activation_checkpoint: Any
+    checkpoint: Any
+    dump_folder: str
+
+
+def build_model(spec: ModelSpec, config: RunConfig) -> tuple[BaseModel.Config, BaseModel]:
+    """The model's config, fitted to the run, and the model on the meta device.
+
+    Raises:
+        ValueError: the model cannot be run with these settings.
+        RuntimeError: a submodule cannot initialise itself.
+    """
+    # The recipe's description stays as it was: one recipe may build several trainers.
+    model_config = copy.deepcopy(spec.model)
+    model_config.update_from_config(config=config)
+    for line in apply_overrides(config.override, model_config):
+        logger.info(line)
+    dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    with torch.device("meta"), utils.set_default_dtype(dtype):
+        model = model_config.build()
+    model.verify_module_protocol()
+    return model_config, model
+
+
+def batch_sizes(training: TrainingConfig, dp_degree: int) -> tuple[int, int]:
+    """Tokens per update over all ranks, and the microbatches each rank makes of its share.
+
+    Raises:
+        ValueError: the tokens per update are no multiple of what the ranks take at once.
+    """
+    per_pass = training.num_tokens_per_microbatch_per_dp_rank * dp_degree
+    wanted = training.num_tokens_per_train_step
+    num_tokens = per_pass if wanted == -1 else wanted
+    if num_tokens % per_pass:
+        raise ValueError(
+            f"training.num_tokens_per_train_step={wanted} is not a multiple of the {per_pass} "
+            f"tokens that {dp_degree} data-parallel ranks take at once "
+            f"({training.num_tokens_per_microbatch_per_dp_rank} each, set by "
+            "training.num_tokens_per_microbatch_per_dp_rank). Change one of the two."
+        )
+    return num_tokens, num_tokens // per_pass
+
+
+def materialize(
+    model: BaseModel,
+    spec: ModelSpec,
+    config: RunConfig,
+    parallel_dims: ParallelDims,
+    device: torch.device,
+) -> Any:
+    """Shard the model over the ranks, then give it memory and its first values."""
+    # A seed checkpoint is made in one process whose model may be larger than its accelerator.
+    is_seed = config.checkpoint.create_seed_checkpoint
+    offloads = config.training.enable_cpu_offload
+    with sl.log_trace_span("model_parallelism_init"):
+        if not is_seed:
+            model = spec.parallelize_fn(
+                model,
+                parallel_dims=parallel_dims,
+                training=config.training,
+                parallelism=config.parallelism,
+                compile_config=config.compile,
+                ac_config=config.activation_checkpoint,
+                dump_folder=config.dump_folder,
+            )
+        model.to_empty(device="cpu" if is_seed or offloads else device)
+        with torch.no_grad():
+            model.init_weights(buffer_device=device if offloads else None)
+    return model.train()

@@ -1,0 +1,92 @@
+"""Entry point of a rank: ``python -m torchtitan.train --module llama3 --config llama3_jargon``.
+
+    parse and check -> build the trainer -> train -> close -> exit code
+
+Exit codes: 0 the run is done, 1 it failed, 2 its settings cannot be used, 128 + n ended by signal n.
+"""
+
+import os
+import shlex
+import sys
+
+import torch.distributed as dist
+
+from torchtitan import __version__
+from torchtitan.observability import structured_logger as sl
+from torchtitan.preflight import parse_or_exit
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.signals import StopRequested, StopSignals
+from torchtitan.trainer import Trainer
+
+
+def main() -> None:
+    """Train as the command line says; the exit code says how it ended."""
+    init_logger()
+    config = parse_or_exit()
+    logger.info(f"torchtitan {__version__}")
+    sl.init_structured_logger(
+        source="training",
+        output_dir=config.dump_folder,
+        enable=config.debug.enable_structured_logging,
+    )
+    sl.log_trace_instant("structured_logger_started")
+    with StopSignals() as signals:
+        try:
+            run(config)
+        except StopRequested as stop:
+            logger.warning(f"Stopped by {stop}.")
+            sys.exit(stop.exit_code)
+        except Exception:
+            # A rank that was inside a collective feels the stop of the others before its own.
+            if signals.received is not None:
+                sys.exit(signals.received.exit_code)
+            raise
+
+
+def run(config: Trainer.Config) -> None:
+    """Build, train and close one trainer; of several errors the first is raised."""
+    trainer = config.build()
+    try:
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            logger.info("Created seed checkpoint")
+        else:
+            trainer.train()
+    except BaseException:
+        _close_after_error(trainer)
+        raise
+    trainer.close()
+    _say_how_to_go_on(trainer)
+    trainer.peers.close()
+    with sl.log_trace_span("torch_distributed_teardown"):
+        dist.destroy_process_group()
+    logger.info("Process group destroyed")
+
+
+def _close_after_error(trainer: Trainer) -> None:
+    try:
+        trainer.close()
+    except Exception as error:
+        # The error that came first is the one to raise; this one must not hide it.
+        logger.error(f"Closing after the error failed as well: {error}")
+    _say_how_to_go_on(trainer)
+
+
+def _say_how_to_go_on(trainer: Trainer) -> None:
+    """The last line of a run: where its newest checkpoint is and what to type."""
+    if not trainer.checkpointer.enable or dist.get_rank() != 0:
+        return
+    newest = trainer.checkpointer.newest_checkpoint()
+    if newest is None:
+        logger.info("No checkpoint was saved.")
+        return
+    command = os.environ.get("TORCHTITAN_COMMAND") or (
+        f"torchrun ... -m torchtitan.train {shlex.join(sys.argv[1:])}"
+    )
+    steps = trainer.config.training.steps
+    goal = f" --training.steps {2 * steps}" if trainer.step >= steps else ""
+    logger.info(f"Newest checkpoint: {newest}. To go on from it: {command}{goal}")
+
+
+if __name__ == "__main__":
+    main()
