@@ -6,10 +6,10 @@ from typing import Any, Generic, TypeVar
 
 from torchtitan.config.configurable import Configurable
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 
-class Function(Generic[R], Configurable):
+class Function(Generic[Result], Configurable):
     """Calls the function that its config names: ``Function.Config(fn=f).build()(x) == f(x)``."""
 
     @dataclass(kw_only=True, slots=True)
@@ -17,10 +17,12 @@ class Function(Generic[R], Configurable):
         """Which function to call."""
 
         fn: Callable[..., Any]
-        """The function; set in code only."""
+        """The function. It has no form on the command line: recipes set it."""
 
     def __init__(self, config: Config) -> None:
-        self.fn: Callable[..., R] = config.fn
+        # Result is known to the reader of the recipe, not to the config.
+        self.fn: Callable[..., Result] = config.fn
 
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        """The result of the function for these arguments."""
         return self.fn(*args, **kwargs)

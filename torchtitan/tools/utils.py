@@ -67,22 +67,22 @@ def get_device_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _gpu_capability(*, on_rocm: bool) -> tuple[int, int]:
+    """The capability of the GPU, or (0, 0), below all others, where there is none of that maker."""
+    is_rocm = torch.version.hip is not None
+    if is_rocm != on_rocm or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability()
+
+
 def has_cuda_capability(major: int, minor: int) -> bool:
     """Whether there is an NVIDIA GPU of at least this compute capability."""
-    return (
-        torch.cuda.is_available()
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability() >= (major, minor)
-    )
+    return _gpu_capability(on_rocm=False) >= (major, minor)
 
 
 def has_rocm_capability(major: int, minor: int) -> bool:
     """Whether there is an AMD GPU of at least this architecture (9.4 is an MI300)."""
-    return (
-        torch.cuda.is_available()
-        and torch.version.hip is not None
-        and torch.cuda.get_device_capability() >= (major, minor)
-    )
+    return _gpu_capability(on_rocm=True) >= (major, minor)
 
 
 def get_cuda_flash_attention_impl() -> str | None:

@@ -1,0 +1,1 @@
+"""A small package of recipes, as a user would write one."""
