@@ -5,7 +5,6 @@ import math
 from typing import Any, get_type_hints
 
 import pytest
-
 from torchtitan.config import (
     CommConfig,
     CompileConfig,

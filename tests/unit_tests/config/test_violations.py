@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-
 from torchtitan.config.violations import collecting, reject
 
 

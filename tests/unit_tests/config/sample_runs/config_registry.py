@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import tyro
-
 from torchtitan.config import Configurable, OverrideConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.violations import reject
 
