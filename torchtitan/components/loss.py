@@ -12,7 +12,7 @@ Shapes: T tokens of a microbatch, D model width, V vocabulary.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -301,6 +301,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
+    # torch declares it for any number of gradients; this function has one output.
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         if ctx.is_used:
             raise RuntimeError(
@@ -320,7 +321,7 @@ def _chunks(
 
 
 @contextmanager
-def _whole_parameters(lm_head: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+def _whole_parameters(lm_head: nn.Module) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
     """Give a way to apply ``lm_head`` any number of times while its parameters are whole.
 
     FSDP's hooks gather parameters before a call of a module and reduce gradients in its backward pass:

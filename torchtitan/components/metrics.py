@@ -20,16 +20,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from torchtitan.components.device_memory import (
+from torchtitan.config import Configurable
+from torchtitan.config.violations import reject
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.tools.device_memory import (
     build_device_memory_monitor,
     DeviceMemoryMonitor,
     ResidentMemoryMonitor,
 )
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import Configurable
-from torchtitan.config.violations import reject
-from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, get_device_name, get_peak_flops, NoColor
 
@@ -192,7 +192,7 @@ class MetricsProcessor(Configurable):
         )
 
         self.num_flops_per_token = 0
-        self.optimizers: OptimizersContainer | None = None
+        self.optimizers: Optimizer | None = None
         self.model_parts: Sequence[nn.Module] | None = None
         self.total_steps: int | None = None
         self.ntokens_since_last_log = 0

@@ -9,7 +9,7 @@ for bit, as one without. Gradients, modes, random numbers and FSDP's shards are 
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -207,7 +207,7 @@ def _names_no_data(dataloader: BaseDataLoader.Config) -> bool:
 
 
 @contextmanager
-def _untouched(model_parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def _untouched(model_parts: Sequence[nn.Module], device: torch.device) -> Generator[None]:
     """Evaluate inside; modes, random states and shards are as before afterwards."""
     modules = [module for part in model_parts for module in part.modules()]
     modes = [module.training for module in modules]

@@ -80,6 +80,7 @@ class LRSchedulersContainer(Stateful, Configurable):
                     f"lr_scheduler.min_lr_factor is {self.min_lr_factor}; it must be from 0 to 1."
                 )
 
+        # The number of training steps is no setting of its own, so building needs it beside the config.
         def build(  # pyrefly: ignore[bad-override]
             self, *, optimizers: OptimizersContainer, training_steps: int
         ) -> "LRSchedulersContainer":
@@ -146,7 +147,7 @@ class LRSchedulersContainer(Stateful, Configurable):
 
 def _fit_phases(config: LRSchedulersContainer.Config, total: int) -> tuple[int, int]:
     """Warm-up and decay steps that fit into ``total`` together; says so when it must cut one."""
-    warmup = int(config.warmup_steps)
+    warmup = config.warmup_steps
     if warmup > total:
         logger.warning(
             f"lr_scheduler.warmup_steps is {warmup}, but the schedule has {total} steps: warming up "

@@ -197,6 +197,7 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
     def __len__(self) -> int:
         return len(self.optimizers)
 
+    # Narrower than torch on purpose: a loss cannot come from several optimizers.
     def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
         """Update every parameter once."""
         assert closure is None, "the container steps several optimizers: a closure cannot serve all"
