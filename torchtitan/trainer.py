@@ -259,7 +259,8 @@ class Trainer(TrainStep, Stateful, Configurable):
         self.dataloader = config.dataloader.build(
             max_context_length=config.training.max_context_length, **data_options
         )
-        adapter = spec.state_dict_adapter
+        formats = config.checkpoint.last_save_in_hf, config.checkpoint.initial_load_in_hf
+        adapter = spec.state_dict_adapter if any(formats) else None
         self.checkpointer = config.checkpoint.build(
             dataloader=self.dataloader,
             model_parts=self.model_parts,

@@ -28,6 +28,11 @@ def reject(message: str) -> None:
         found.append(message)
 
 
+def is_collecting() -> bool:
+    """Whether a command line is being parsed, which builds each config more than once."""
+    return _collected.get() is not None
+
+
 @contextmanager
 def collecting() -> Generator[list[str]]:
     """Gather the messages of every ``reject`` in the block, each once, in order."""

@@ -23,10 +23,13 @@ def init_logger() -> None:
     prefix = "[titan]" if rank == 0 else f"[titan rank {rank}]"
     handler = _TitanHandler(sys.stdout)
     handler.setFormatter(
-        logging.Formatter(f"{prefix} %(asctime)s - %(name)s - %(levelname)s - %(message)s")
+        logging.Formatter(f"{prefix} %(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     )
-    for old in [old for old in logger.handlers if isinstance(old, _TitanHandler)]:
-        logger.removeHandler(old)
+    for old in list(logger.handlers):
+        # A bare StreamHandler is what basicConfig adds when a library logs while it is imported;
+        # kept, it would print every line a second time.
+        if isinstance(old, _TitanHandler) or type(old) is logging.StreamHandler:
+            logger.removeHandler(old)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     # Level 5 silences Kineto, whose C++ side prints several lines for every profiled step.

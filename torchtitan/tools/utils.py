@@ -190,7 +190,7 @@ class GarbageCollection:
         """Collect up to ``generation`` (2 is everything); returns the number of objects found."""
         started = time.monotonic()
         found = gc.collect(generation)
-        logger.info(f"Garbage collection {reason}: {time.monotonic() - started:.2f} s")
+        logger.debug(f"Garbage collection {reason}: {time.monotonic() - started:.2f} s")
         return found
 
 

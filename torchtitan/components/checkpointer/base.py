@@ -35,7 +35,7 @@ from torchtitan.components.checkpointer.state import (
 )
 from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
 from torchtitan.config import Configurable, TORCH_DTYPE_MAP
-from torchtitan.config.violations import reject
+from torchtitan.config.violations import is_collecting, reject
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
@@ -116,6 +116,8 @@ class BaseCheckpointManager(Configurable, ABC):
                 self.initial_load_path = self.initial_load_path.strip()
             for violation in violations(self):
                 reject(violation)
+            if is_collecting():
+                return  # said once, when the manager is built
             if self.load_only and self.enable_first_step_checkpoint:
                 logger.warning(
                     "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
