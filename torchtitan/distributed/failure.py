@@ -52,7 +52,7 @@ class PeerError(RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.reason}. Nothing is wrong on this rank; see the log of rank {self.rank}."
+        return f"rank {self.rank} failed: {self.reason}. Nothing is wrong here; see the log of rank {self.rank}."
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class PeerFailureWatch:
     ) -> None:
         self._rank = rank
         self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._heard = f"heard/{rank}"
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._echo_seconds = echo_seconds
@@ -119,7 +120,7 @@ class PeerFailureWatch:
         """
         own = _failure_of(error, self._rank, step)
         if not self._peers:
-            self._note(own)
+            self._note(own, None)
             return own
         if is_echo(error) and (first := self.wait(self._echo_seconds)) is not None:
             return first
@@ -127,7 +128,7 @@ class PeerFailureWatch:
         with contextlib.suppress(RuntimeError):  # The store is gone: what is left is our own log.
             value = json.dumps(asdict(own))
             first = RankFailure(**json.loads(self._store.compare_set(_FIRST, "", value)))
-        self._note(first)
+        self._note(first, self._store)
         if first == own:
             self._await_peers()
         return first
@@ -150,7 +151,7 @@ class PeerFailureWatch:
         if self._first is not None:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"heard/{self._rank}", "")
+            self._store.set(self._heard, "")
         if self._rank == 0:
             # Rank 0 may host the store: leaving first would look like a failure to those that still listen.
             self._await_peers()
@@ -160,18 +161,22 @@ class PeerFailureWatch:
             try:
                 if not self._thread_store.check([_FIRST]):
                     continue
-                self._note(RankFailure(**json.loads(self._thread_store.get(_FIRST))))
-                self._thread_store.set(f"heard/{self._rank}", "")
+                first = RankFailure(**json.loads(self._thread_store.get(_FIRST)))
+                self._note(first, self._thread_store)
             except RuntimeError as error:
-                self._note(_lost_store(error))
+                self._note(_lost_store(error), self._thread_store)
             self._end_in_time()
 
-    def _note(self, failure: RankFailure) -> None:
+    def _note(self, failure: RankFailure, store: dist.Store | None) -> None:
         with self._lock:
             if self._first is not None:
                 return
             self._first = failure
         logger.error("%s", failure)
+        if store is not None:
+            # Before the main thread can learn of it and end the process: the failed rank waits for this.
+            with contextlib.suppress(RuntimeError):
+                store.set(self._heard, "")
         self._known.set()
 
     def _await_peers(self) -> None:

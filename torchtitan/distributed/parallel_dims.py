@@ -18,11 +18,11 @@ every rank creates every group in the same order.
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
-from typing import Protocol
 
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the "fake" backend)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan.config import ParallelismConfig
 from torchtitan.tools.utils import device_type
 
 
@@ -61,18 +61,7 @@ _FLAGS = {
 }
 
 
-class ParallelDegrees(Protocol):
-    """The part of the parallelism section that decides the layout."""
-
-    data_parallel_replicate_degree: int
-    data_parallel_shard_degree: int
-    context_parallel_degree: int
-    tensor_parallel_degree: int
-    pipeline_parallel_degree: int
-    expert_parallel_degree: int
-
-
-def problems(parallelism: ParallelDegrees, world_size: int) -> list[str]:
+def problems(parallelism: ParallelismConfig, world_size: int) -> list[str]:
     """Say why these degrees do not fit ``world_size`` ranks; empty when they do."""
     degrees = _degrees_of(parallelism)
     return _degree_problems(degrees, world_size) or _expert_problems(
@@ -103,7 +92,7 @@ class ParallelDims:
     )
 
     @classmethod
-    def from_config(cls, parallelism_config: ParallelDegrees, world_size: int) -> "ParallelDims":
+    def from_config(cls, parallelism_config: ParallelismConfig, world_size: int) -> "ParallelDims":
         return cls(**_degrees_of(parallelism_config), world_size=world_size)
 
     def __post_init__(self) -> None:
@@ -259,7 +248,7 @@ class ParallelDims:
             ) from error
 
 
-def _degrees_of(parallelism: ParallelDegrees) -> dict[str, int]:
+def _degrees_of(parallelism: ParallelismConfig) -> dict[str, int]:
     return {axis: getattr(parallelism, flag) for axis, flag in _FLAGS.items()}
 
 

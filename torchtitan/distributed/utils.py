@@ -11,7 +11,6 @@ so that the watch for failed ranks (``failure.py``) can speak when the collectiv
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.config import CommConfig, DebugConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
@@ -30,30 +30,18 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _store: dist.Store | None = None
 
 
-class CommSettings(Protocol):
-    """The part of the communication section that starting up reads."""
-
-    init_timeout_seconds: int
-    trace_buf_size: int
-    save_traces_folder: str
-    save_traces_file_prefix: str
-    mode: str
-
-
-class DeterminismSettings(Protocol):
-    """The part of the debug section that seeds and determinism read."""
-
-    seed: int | None
-    deterministic: bool
-    deterministic_warn_only: bool
-    detect_anomaly: bool
-
-
 def dist_sum_tensor(
     x: torch.Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """Sum ``x`` over ``extra_pg`` first and then ``mesh``; ``x`` itself when both are None."""
     return _all_reduce(x, "SUM", mesh, extra_pg)
+
+
+def dist_min_tensor(
+    x: torch.Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """The smallest of the ranks' ``x``, elementwise, without waiting for the device."""
+    return _all_reduce(x, "MIN", mesh, extra_pg)
 
 
 def dist_sum(
@@ -107,7 +95,7 @@ def _all_reduce(
 def set_determinism(
     parallel_dims: ParallelDims,
     device: torch.device,
-    debug_config: DeterminismSettings,
+    debug_config: DebugConfig,
     distinct_seed_mesh_dims: list[str],
 ) -> None:
     """Seed every rank, the same everywhere except along ``distinct_seed_mesh_dims``.
@@ -159,7 +147,7 @@ def _index_over(parallel_dims: ParallelDims, axes: list[str]) -> int:
 
 
 def init_distributed(
-    comm_config: CommSettings,
+    comm_config: CommConfig,
     enable_cpu_backend: bool = False,
     base_folder: str = "",
     ranks: list[int] | None = None,
@@ -229,7 +217,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, world_size
 
 
-def _prepare_flight_recorder(comm_config: CommSettings, base_folder: str, backend: str) -> None:
+def _prepare_flight_recorder(comm_config: CommConfig, base_folder: str, backend: str) -> None:
     # 3: tear the process down after a failed or overdue collective, without the clean-up that can hang.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm_config.trace_buf_size)

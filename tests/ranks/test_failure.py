@@ -1,0 +1,178 @@
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.config import CommConfig
+from torchtitan.distributed.failure import PeerError, PeerFailureWatch, raise_together
+from torchtitan.distributed.utils import init_distributed, job_store
+from torchtitan.tools.logging import init_logger
+
+from tests.ranks.pool import end_of_ranks, RankEnd, run_on_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _start(grace_seconds: float = 20.0, echo_seconds: float = 10.0) -> tuple[int, PeerFailureWatch]:
+    init_logger()
+    world_size = init_distributed(CommConfig())
+    store = job_store()
+    assert store is not None
+    watch = PeerFailureWatch(
+        store,
+        dist.get_rank(),
+        world_size,
+        grace_seconds=grace_seconds,
+        poll_seconds=0.1,
+        echo_seconds=echo_seconds,
+    )
+    return dist.get_rank(), watch
+
+
+def _wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def _one_raises_while_others_reduce(failing: int) -> None:
+    rank, watch = _start()
+    try:
+        if rank == failing:
+            raise ValueError("row 7 is broken")
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        watch.publish(error, step=12)
+        raise
+
+
+def _one_raises_while_the_other_is_stuck() -> None:
+    rank, watch = _start(grace_seconds=1.0)
+    if rank == 0:
+        _wait_for_ever()
+    watch.publish(ValueError("row 7 is broken"))
+    raise SystemExit(1)
+
+
+def _host_of_the_store_is_killed() -> None:
+    rank, watch = _start(grace_seconds=1.0)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _wait_for_ever()
+
+
+def _peer_is_killed() -> None:
+    rank, watch = _start(echo_seconds=0.5)
+    try:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        watch.publish(error, step=3)
+        raise
+
+
+def _echo_before_the_cause() -> str:
+    rank, watch = _start()
+    if rank == 1:
+        echo = RuntimeError(
+            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
+        )
+        return watch.publish(echo).reason
+    # Long enough for rank 1 to have published, if it did not wait.
+    assert watch.wait(1.0) is None
+    return watch.publish(OSError("no space left")).reason
+
+
+def _all_fail_at_once() -> tuple[int, str]:
+    rank, watch = _start()
+    dist.barrier()
+    first = watch.publish(ValueError(f"of rank {rank}"))
+    return first.rank, first.reason
+
+
+def _normal_end_one_after_the_other() -> None:
+    rank, watch = _start(grace_seconds=0.0)
+    if rank == 1:
+        assert watch.wait(1.0) is None
+    watch.close()
+    watch.close()
+    dist.destroy_process_group()
+
+
+def _raise_together_on(failing: list[int]) -> str:
+    error = ValueError("cannot read") if dist.get_rank() in failing else None
+    try:
+        raise_together(error)
+    except (ValueError, PeerError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "fine"
+
+
+def _seconds(ends: list[RankEnd]) -> float:
+    return max(end.seconds for end in ends)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_first_error_is_in_every_log_and_all_ranks_end(failing: int) -> None:
+    ends = end_of_ranks(2, _one_raises_while_others_reduce, failing, init=False, settle_seconds=30)
+    for end in ends:
+        assert end.how == "raised"
+        assert f"rank {failing} failed first, at step 12: Traceback" in end.log
+        assert "_one_raises_while_others_reduce" in end.log
+        assert "ValueError: row 7 is broken" in end.log
+        assert end.log.count("failed first") == 1
+    assert _seconds(ends) < 15
+
+
+def test_a_rank_that_is_stuck_logs_the_error_and_is_ended_after_the_grace() -> None:
+    ends = end_of_ranks(2, _one_raises_while_the_other_is_stuck, init=False, settle_seconds=30)
+    assert ends[0].exit_code == 1
+    assert "rank 1 failed first" in ends[0].log
+    assert "did not end within 1 s" in ends[0].log
+    assert "_wait_for_ever" in ends[0].detail + ends[0].log
+    assert _seconds(ends) < 10
+
+
+def test_the_loss_of_the_store_ends_the_ranks_that_are_left() -> None:
+    ends = end_of_ranks(2, _host_of_the_store_is_killed, init=False, settle_seconds=30)
+    assert ends[0].exit_code == -signal.SIGKILL
+    assert ends[1].exit_code == 1
+    assert "the store of the job does not answer any more" in ends[1].log
+    assert _seconds(ends) < 10
+
+
+def test_after_a_killed_rank_the_others_end_with_the_broken_connection_in_their_logs() -> None:
+    ends = end_of_ranks(3, _peer_is_killed, init=False, settle_seconds=30)
+    for end in (ends[0], ends[2]):
+        assert end.how == "raised"
+        assert "failed first, at step 3" in end.log
+    assert _seconds(ends) < 20
+
+
+def test_an_error_that_is_only_an_echo_waits_for_the_cause() -> None:
+    ends = end_of_ranks(2, _echo_before_the_cause, init=False)
+    assert [end.value for end in ends] == ["OSError: no space left"] * 2
+    assert "rank 0 failed first: " in ends[1].log and "closed by peer" not in ends[1].log
+
+
+def test_ranks_that_fail_at_once_agree_on_one_failure() -> None:
+    ends = end_of_ranks(3, _all_fail_at_once, init=False)
+    answers = {end.value for end in ends}
+    assert len(answers) == 1
+    rank, reason = answers.pop()
+    assert reason == f"ValueError: of rank {rank}"
+
+
+def test_a_normal_end_is_no_failure_whoever_leaves_first() -> None:
+    ends = end_of_ranks(2, _normal_end_one_after_the_other, init=False)
+    assert [end.how for end in ends] == ["returned"] * 2
+    assert all("store" not in end.log and "failed" not in end.log for end in ends)
+
+
+def test_raise_together_raises_everywhere_the_own_error_or_that_of_the_lowest_rank() -> None:
+    answers = run_on_ranks(3, _raise_together_on, [1, 2])
+    assert answers[1:] == ["ValueError: cannot read"] * 2
+    assert answers[0].startswith("PeerError: rank 1 failed: ValueError: cannot read")
+    assert run_on_ranks(2, _raise_together_on, []) == ["fine", "fine"]

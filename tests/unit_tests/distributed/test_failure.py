@@ -1,0 +1,44 @@
+import pytest
+import torch.distributed as dist
+from torchtitan.distributed.failure import is_echo, PeerError, PeerFailureWatch, raise_together
+
+
+def _caused_by(cause: Exception) -> Exception:
+    error = ValueError("cannot save")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo/pair.cc:547] Connection closed by peer [::1]:1"), True),
+        (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), True),
+        (dist.DistNetworkError("Failed to recv, got 0 bytes"), True),
+        (PeerError(1, "ValueError: no"), True),
+        (_caused_by(RuntimeError("Connection reset by peer")), True),
+        (RuntimeError("loss is not finite"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_only_errors_of_the_connection_may_be_echoes(error: Exception, expected: bool) -> None:
+    assert is_echo(error) is expected
+
+
+def test_a_single_rank_logs_its_failure_and_needs_no_store(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = PeerFailureWatch(dist.HashStore(), 0, 1, grace_seconds=0.0)
+    assert watch.first_failure() is None
+    failure = watch.publish(ValueError("no"), step=4)
+    assert (failure.rank, failure.step, failure.reason) == (0, 4, "ValueError: no")
+    assert watch.first_failure() == failure
+    assert "rank 0 failed first, at step 4" in caplog.text
+    watch.close()
+
+
+def test_without_a_process_group_raise_together_is_a_plain_raise() -> None:
+    raise_together(None)
+    with pytest.raises(ValueError, match="mine"):
+        raise_together(ValueError("mine"))
