@@ -138,9 +138,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
     def _affixes(self, add_bos: bool | None, add_eos: bool | None) -> tuple[list[int], list[int]]:
         want_bos = self.default_add_bos if add_bos is None else add_bos
         want_eos = self.default_add_eos if add_eos is None else add_eos
-        prefix = want_bos and not self.hf_adds_bos and self.bos_id is not None
-        suffix = want_eos and not self.hf_adds_eos and self.eos_id is not None
-        return [self.bos_id] if prefix else [], [self.eos_id] if suffix else []
+        prefix, suffix = [], []
+        if want_bos and not self.hf_adds_bos and self.bos_id is not None:
+            prefix.append(self.bos_id)
+        if want_eos and not self.hf_adds_eos and self.eos_id is not None:
+            suffix.append(self.eos_id)
+        return prefix, suffix
 
     def encode(
         self, text: str, add_bos: bool | None = None, add_eos: bool | None = None

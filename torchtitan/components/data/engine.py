@@ -23,6 +23,7 @@ ReadOptions = grain.ReadOptions
 index_shuffle = grain.experimental.index_shuffle
 
 Batch = TypeVar("Batch")
+Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 class NumberedRows(Protocol):
@@ -30,15 +31,15 @@ class NumberedRows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, item: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
 
 
-class ReadAhead(Protocol[Batch]):
+class ReadAhead(Protocol[Batch_co]):
     """An iterator whose ``close`` ends its threads."""
 
-    def __iter__(self) -> Iterator[Batch]: ...
+    def __iter__(self) -> Iterator[Batch_co]: ...
 
-    def __next__(self) -> Batch: ...
+    def __next__(self) -> Batch_co: ...
 
     def close(self) -> None: ...
 
@@ -50,7 +51,7 @@ def read_ahead(
     rows_per_batch: int,
     num_batches: int,
     read_options: grain.ReadOptions,
-) -> "ReadAhead[Batch]":
+) -> ReadAhead[Batch]:
     """Batches of ``rows`` in order, up to ``num_batches`` made before they are asked for.
 
     An exception of a row or of ``collate`` is raised where its batch was due.

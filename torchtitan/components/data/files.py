@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # How far back the end of a file too large to be checked whole is read.
 _TAIL_BYTES = 4 * 1024 * 1024
@@ -121,17 +121,12 @@ class JsonlFile(DocumentFile):
             for number, line in enumerate(islice(lines, num_lines), start=1):
                 if not line.isspace():
                     yield _try_parse(line, f"{self.path}, line {number}")
-        if num_lines is not None:
-            for before_end, line in self._tail(num_lines):
-                if not line.isspace():
+            if num_lines is None:
+                return
+            tail = _read_tail(lines, self.path.stat().st_size)[-num_lines:]
+            for before_end, line in zip(range(len(tail) - 1, -1, -1), tail, strict=True):
+                if line.strip():
                     yield _try_parse(line, f"{self.path}, {before_end} lines before its end")
-
-    def _tail(self, num_lines: int) -> list[tuple[int, bytes]]:
-        with self.path.open("rb") as file:
-            file.seek(max(0, self.path.stat().st_size - _TAIL_BYTES))
-            # The first line is likely cut in the middle.
-            lines = file.read().splitlines(keepends=True)[1:][-num_lines:]
-        return [(len(lines) - index - 1, line) for index, line in enumerate(lines)]
 
     @cached_property
     def _index(self) -> tuple[array, array]:
@@ -182,6 +177,16 @@ class PlainTextFile(DocumentFile):
                 f"{self.path}, byte {error.start}: not UTF-8 text ({error.reason}). Convert the "
                 "file or leave it out."
             ) from error
+
+
+def _read_tail(file: BinaryIO, size_bytes: int) -> list[bytes]:
+    """The lines at the end of ``file``, none of those already read."""
+    already_read = file.tell()
+    start = max(already_read, size_bytes - _TAIL_BYTES)
+    file.seek(start)
+    lines = file.read().removesuffix(b"\n").split(b"\n")
+    # A start in the middle of the file is likely the middle of a line.
+    return lines if start == already_read else lines[1:]
 
 
 def _parse(line: bytes, location: str) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class _RankRows:
     def __len__(self) -> int:
         return min(self.num_microbatches * self.share.rows_per_microbatch, maxsize)
 
-    def __getitem__(self, item: int) -> TextSequence:
-        return self.rows.row_at(self.share.position_of(self.start, item))
+    def __getitem__(self, index: int) -> TextSequence:
+        return self.rows.row_at(self.share.position_of(self.start, index))
 
 
 class GrainDataLoader(BaseDataLoader):
@@ -112,6 +112,11 @@ class GrainDataLoader(BaseDataLoader):
                 reject(
                     f"dataloader.seed is {self.seed}, but must lie between 0 and {2**32 - 1}. "
                     "Choose another one."
+                )
+            if self.text_field != "text" and not self.files:
+                reject(
+                    f"dataloader.text_field is {self.text_field!r} but dataloader.files is empty: "
+                    "the recipe's data has a field of its own. Give --dataloader.files too."
                 )
             if self.num_prefetch_batches < 0:
                 reject(
@@ -228,7 +233,7 @@ class GrainDataLoader(BaseDataLoader):
                 f"that fill no batch of {self._share.global_rows} are left out"
             )
 
-    def _open(self) -> "ReadAhead[TrainerBatch]":
+    def _open(self) -> ReadAhead[TrainerBatch]:
         share = self._share
         mine = _RankRows(self._rows, share, self._position, self._microbatches_left())
         return read_ahead(

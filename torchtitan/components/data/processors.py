@@ -7,8 +7,9 @@ output can. The one fact to know: labels are shifted here, and nowhere after.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from torchtitan.components.data.types import DatasetBuildContext, TextSequence
 from torchtitan.config import Configurable
 from torchtitan.config.violations import reject
 
-# One long text is encoded in pieces of about this many characters: the library needs some hundred
-# bytes of memory for each character that it has in work.
+# A long text is encoded in pieces, a few at a time: the library needs some hundred bytes of memory
+# for each character that it has in work.
 _PIECE_CHARACTERS = 1_000_000
+_GROUP_CHARACTERS = 4_000_000
 
 
 class SampleProcessor(Configurable, ABC):
@@ -79,33 +81,52 @@ class TextProcessor(SampleProcessor):
                 return str(error)
             return None
 
+    def __init__(self, config: Config, *, context: DatasetBuildContext) -> None:
+        super().__init__(config, context=context)
+        self.text_field = config.text_field
+
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> TextSequence | None:
         return self.process_batch([Record(sample, "document", 0)], 0)[0]
 
     def process_batch(
         self, records: Sequence[Record], first_number: int
     ) -> list[TextSequence | None]:
-        field = self.config.text_field
-        pieces = [list(split_text(_text_of(record, field))) for record in records]
-        flat = [piece for text in pieces for piece in text]
-        encoded = iter(self.context.tokenizer.encode_batch(flat, add_bos=True, add_eos=True))
-        return [_shift(self._join([next(encoded) for _ in text])) for text in pieces]
+        texts = [_text_of(record, self.text_field) for record in records]
+        pieces = [list(split_text(text)) for text in texts]
+        encoded = self._encode(piece for text in pieces for piece in text)
+        return [_shift(self._join(list(islice(encoded, len(text))))) for text in pieces]
 
-    def _join(self, pieces: list[list[int]]) -> list[int]:
-        """One list of ids, begin and end tokens only at its ends."""
-        joined = pieces[0]
-        for piece in pieces[1:]:
-            if self.context.tokenizer.eos_id is not None:
-                joined.pop()
-            joined += piece if self.context.tokenizer.bos_id is None else piece[1:]
-        return joined
+    def _encode(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of each piece, begin and end tokens around it."""
+        group: list[str] = []
+        num_characters = 0
+        for piece in pieces:
+            group.append(piece)
+            num_characters += len(piece)
+            if num_characters >= _GROUP_CHARACTERS:
+                yield from self._encode_group(group)
+                group, num_characters = [], 0
+        yield from self._encode_group(group)
+
+    def _encode_group(self, pieces: list[str]) -> list[np.ndarray]:
+        found = self.context.tokenizer.encode_batch(pieces, add_bos=True, add_eos=True)
+        return [np.asarray(ids, dtype=np.int64) for ids in found]
+
+    def _join(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """The ids of one text, begin and end tokens only at its ends."""
+        has_bos = self.context.tokenizer.bos_id is not None
+        has_eos = self.context.tokenizer.eos_id is not None
+        inner = [
+            ids[int(has_bos and number > 0) : len(ids) - int(has_eos and number < len(pieces) - 1)]
+            for number, ids in enumerate(pieces)
+        ]
+        return np.concatenate(inner)
 
 
-def _shift(ids: list[int]) -> TextSequence | None:
+def _shift(ids: np.ndarray) -> TextSequence | None:
     if len(ids) < 2:
         return None
-    tokens = np.asarray(ids, dtype=np.int64)
-    return TextSequence(input_ids=tokens[:-1], labels=tokens[1:])
+    return TextSequence(input_ids=ids[:-1], labels=ids[1:])
 
 
 def split_text(text: str, piece_characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
@@ -124,12 +145,12 @@ def _text_of(record: Record, field: str) -> str:
         present = ", ".join(sorted(record.fields)) or "none"
         raise SampleError(
             f"{record.location}: no field {field!r}; fields that are there: {present}. Correct "
-            "the document, or name the right field with --dataloader.text_field."
+            "the document or name the right field: --dataloader.text_field, with --dataloader.files."
         )
     text = record.fields[field]
     if not isinstance(text, str):
         raise SampleError(
             f"{record.location}: field {field!r} holds a {type(text).__name__}, not text. Correct "
-            "the document, or name another field with --dataloader.text_field."
+            "the document or name another field: --dataloader.text_field, with --dataloader.files."
         )
     return text

@@ -1,0 +1,87 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from torchtitan.components.data.dataset import TokenizedCorpus
+from torchtitan.components.data.packing import pack_row, PackedRows
+from torchtitan.components.data.token_cache import TokenStore
+from torchtitan.components.data.types import DatasetIterationPolicy
+
+POLICY = DatasetIterationPolicy(seed=0, shuffle=False, repeat=True, dp_rank=0, dp_world_size=1)
+documents_strategy = st.lists(
+    st.lists(st.integers(0, 65535), min_size=2, max_size=30), min_size=1, max_size=20
+)
+
+
+def store_of(documents: list[list[int]], dtype: type = np.uint16) -> TokenStore:
+    lengths = [len(document) - 1 for document in documents]
+    tokens = [token for document in documents for token in document]
+    return TokenStore(
+        tokens=np.array(tokens, dtype=dtype), starts=np.cumsum([0, *lengths], dtype=np.int64)
+    )
+
+
+def rows_one_token_at_a_time(documents: list[list[int]], length: int) -> list[list[tuple]]:
+    """(input, label, position) of each row, the slow and obvious way."""
+    rows, row, position = [], [], 0
+    for document in documents:
+        position = 0
+        for token, following in pairwise(document):
+            row.append((token, following, position))
+            position += 1
+            if len(row) == length:
+                rows.append(row)
+                row, position = [], 0
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=documents_strategy, length=st.integers(1, 40))
+def test_rows_equal_those_of_a_walk_token_by_token(documents: list[list[int]], length: int) -> None:
+    store = store_of(documents)
+    expected = rows_one_token_at_a_time(documents, length)
+    assert len(expected) == store.num_inputs // length
+    for number, row in enumerate(expected):
+        packed = pack_row(store, number * length, length)
+        assert packed.positions is not None
+        columns = (packed.input_ids, packed.labels, packed.positions)
+        found = zip(*(column.tolist() for column in columns), strict=True)
+        assert list(found) == row
+
+
+def test_labels_stay_in_their_document_and_cross_the_row_end() -> None:
+    # Two documents, 4 and 3 inputs; rows of 3.
+    store = store_of([[1, 10, 11, 12, 2], [1, 20, 21, 2]])
+    first, second = pack_row(store, 0, 3), pack_row(store, 3, 3)
+    assert first.input_ids.tolist() == [1, 10, 11]
+    assert first.labels.tolist() == [10, 11, 12]
+    assert second.input_ids.tolist() == [12, 1, 20]
+    assert second.labels.tolist() == [2, 20, 21]
+    assert second.positions.tolist() == [0, 0, 1]
+
+
+def test_a_document_of_several_rows_starts_at_position_0_in_each() -> None:
+    store = store_of([list(range(9))])
+    assert [pack_row(store, first, 4).positions.tolist() for first in (0, 4)] == [[0, 1, 2, 3]] * 2
+
+
+def test_rows_are_int64_whatever_the_cache_holds() -> None:
+    for dtype in (np.uint16, np.uint32):
+        row = pack_row(store_of([[60000, 60001, 60002]], dtype), 0, 2)
+        assert {array.dtype for array in (row.input_ids, row.labels, row.positions)} == {
+            np.dtype(np.int64)
+        }
+
+
+def test_what_fills_no_row_is_left_out_and_said() -> None:
+    corpus = TokenizedCorpus(store_of([[1, 5, 6, 7, 8, 9]]), "corpus", "tokenizer")
+    rows = PackedRows(corpus, 2, POLICY)
+    assert len(rows) == 2
+    assert "the last 1 tokens fill no row" in rows.summary()
+
+
+def test_a_corpus_shorter_than_a_row_is_refused() -> None:
+    corpus = TokenizedCorpus(store_of([[1, 5, 2]]), "corpus", "tokenizer")
+    with pytest.raises(ValueError, match="rows of 3 tokens, found 2 tokens in 1 documents"):
+        PackedRows(corpus, 3, POLICY)
