@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Adam, AdamW, Optimizer
@@ -100,12 +101,11 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
                 model, config.param_groups, impl_kwargs
             )
             for name, groups in groups_by_name.items():
-                factory_kwargs = config.optimizer_factory_kwargs_by_name.get(name, {})
-                self.optimizers.append(
-                    self._resolve_optimizer_factory(name)(groups, **factory_kwargs)
-                )
-                names_used.add(name)
                 _log_groups(part_index, name, groups, patterns_by_name[name])
+                factory = self._resolve_optimizer_factory(name)
+                kwargs = config.optimizer_factory_kwargs_by_name.get(name, {})
+                self.optimizers.append(factory(groups, **kwargs))
+                names_used.add(name)
         unknown = sorted(set(config.optimizer_factory_kwargs_by_name) - names_used)
         if unknown:
             raise ValueError(
@@ -242,6 +242,8 @@ def _examples(unclaimed: dict[str, nn.Parameter]) -> str:
 def _log_groups(
     part_index: int, name: str, groups: list[dict[str, Any]], patterns: list[str]
 ) -> None:
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
     for group, pattern in zip(groups, patterns, strict=True):
         size = sum(param.numel() for param in group["params"])
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
