@@ -36,6 +36,7 @@ import torch.distributed as dist
 # Only modules that start no threads may be loaded before a fork.
 PRELOADED = [
     "torch",
+    "torch._dynamo",  # the first use of FSDP imports it, for 2 s of CPU in every rank
     "torch.distributed",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
