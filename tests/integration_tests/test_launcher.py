@@ -192,9 +192,9 @@ def test_a_dry_run_prints_both_commands_and_runs_neither(launch: Launcher) -> No
         )
 
 
-def test_a_link_to_the_script_finds_the_repository(launch: Launcher) -> None:
-    (launch.folder / "linked").symlink_to(launch.folder / "run_train.sh")
-    assert launch("linked", NGPU="1").calls[-1]["cwd"] == str(launch.folder)
+def test_a_link_to_the_script_finds_the_repository(launch: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(launch.folder / "run_train.sh")
+    assert launch("../linked", NGPU="1").calls[-1]["cwd"] == str(launch.folder)
 
 
 def test_the_test_command_runs_every_phase_and_passes_arguments_on(launch: Launcher) -> None:

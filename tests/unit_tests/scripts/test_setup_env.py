@@ -1,5 +1,6 @@
 """The environment is made once, shared, healed, and explained when it cannot be made."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -23,6 +24,12 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> SmallRepository:
         assert second.stderr is not None
         lines = [second.stderr.readline(), second.stderr.readline()]
         assert "waiting for it" in lines[1], lines
+        killed.kill()
+        killed.wait()
+        with (repository.folder / ".setup.lock").open() as lock:
+            # pip is still writing, so nobody else may start.
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         repository.gate.unlink()
     finally:
         os.killpg(killed.pid, signal.SIGKILL)
