@@ -1,5 +1,7 @@
 """A small model and a few steps of it, for the tests of the optimizer package."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -19,7 +21,7 @@ def wrapped_model(seed: int = 0) -> nn.Sequential:
 
 
 def config_of(
-    *groups: tuple[str, str, dict], implementation: str = "for-loop", **kwargs
+    *groups: tuple[str, str, dict], implementation: Any = "for-loop", **kwargs
 ) -> OptimizersContainer.Config:
     """A config of (pattern, optimizer name, settings) groups."""
     return OptimizersContainer.Config(

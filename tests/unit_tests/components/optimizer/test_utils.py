@@ -1,5 +1,7 @@
 """The flat optimizer state: names, exactness, and what happens to what is missing."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -53,7 +55,9 @@ def test_other_segments_are_dropped_on_request() -> None:
 def test_creating_state_keeps_parameters_and_rates(implementation: dict) -> None:
     model = small_model()
     with torch.no_grad():
-        model[0].bias.copy_(torch.tensor([-0.0, 0.0, 1e-45, -3e38, 1.0, 2.0, 3.0, 4.0]))
+        model.get_parameter("0.bias").copy_(
+            torch.tensor([-0.0, 0.0, 1e-45, -3e38, 1.0, 2.0, 3.0, 4.0])
+        )
     before = {name: bits(param) for name, param in model.named_parameters()}
     optimizer = adamw(model, weight_decay=0.5, **implementation)
     init_optim_state(optimizer)
@@ -205,7 +209,8 @@ def test_a_group_without_names_and_state_without_a_parameter_are_errors() -> Non
     with pytest.raises(ValueError, match="param_names"):
         get_flat_optim_state_dict(nameless)
     optimizer = adamw(small_model())
-    optimizer.state["stray"] = {"step": 1}
+    state: dict[Any, Any] = optimizer.state
+    state["stray"] = {"step": 1}
     with pytest.raises(KeyError, match="stray"):
         get_flat_optim_state_dict(optimizer)
 
