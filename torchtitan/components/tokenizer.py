@@ -168,21 +168,23 @@ class HuggingFaceTokenizer(BaseTokenizer):
         """The text of ``token_ids``, without special tokens unless ``skip_special_tokens=False``."""
         return self.tokenizer.decode(list(token_ids), **kwargs)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.get_vocab_size()
-
     def get_vocab_size(self) -> int:
         return self._vocab_size
 
-    def get_vocab(self) -> dict[str, int]:
-        return self.tokenizer.get_vocab()
+    @property
+    def vocab_size(self) -> int:
+        """The same as ``get_vocab_size()``."""
+        return self._vocab_size
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.tokenizer.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
 
-    def id_to_token(self, token_id: int) -> str | None:
-        return self.tokenizer.id_to_token(token_id)
+    def get_vocab(self) -> dict[str, int]:
+        """Every token, special ones too, with its id."""
+        return self.tokenizer.get_vocab(with_added_tokens=True)
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from torchtitan.components.data.files import Record, SampleError
 from torchtitan.components.data.processors import SampleProcessor, TextProcessor
+from torchtitan.components.data.progress import byte_progress
 from torchtitan.components.data.sources import RandomAccessDataSource, SourceConfig
 from torchtitan.components.data.token_cache import cache_root, open_or_build, TokenStore
 from torchtitan.components.data.types import (
@@ -125,14 +125,15 @@ def _smallest_dtype(vocab_size: int) -> np.dtype:
 def _tokenize(source: RandomAccessDataSource, processor: SampleProcessor) -> Iterator[np.ndarray]:
     """The tokens of every document that has at least two, with a progress bar."""
     num_read = num_kept = 0
-    with tqdm(
-        total=source.size_bytes(), unit="B", unit_scale=True, desc="tokenizing", mininterval=0.5
-    ) as bar:
+    vocab_size = processor.context.tokenizer.get_vocab_size()
+    with byte_progress(source.size_bytes(), "tokenizing") as bar:
         for chunk in _chunks(source.scan()):
             for sequence in processor.process_batch(chunk, num_read):
                 if sequence is not None:
                     num_kept += 1
-                    yield _with_last_label(sequence)
+                    tokens = _with_last_label(sequence)
+                    _refuse_unknown_ids(tokens, vocab_size)
+                    yield tokens
             num_read += len(chunk)
             bar.update(sum(record.size_bytes for record in chunk))
     if num_kept == 0:
@@ -146,6 +147,15 @@ def _with_last_label(sequence: TextSequence) -> np.ndarray:
             "can be cached. Use TextProcessor."
         )
     return np.append(sequence.input_ids, sequence.labels[-1:])
+
+
+def _refuse_unknown_ids(tokens: np.ndarray, vocab_size: int) -> None:
+    # A larger id would be cut to the width that the cache has, into another token.
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(
+            f"the tokenizer made ids from {tokens.min()} to {tokens.max()}, but says that its "
+            f"vocabulary has {vocab_size} entries. Use a tokenizer whose files fit together."
+        )
 
 
 def _chunks(records: Iterator[Record]) -> Iterator[list[Record]]:

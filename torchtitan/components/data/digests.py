@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
-from tqdm import tqdm
+
+from torchtitan.components.data.progress import byte_progress
 
 _BLOCK_BYTES = 8 * 1024 * 1024
 # Coarser than the time stamps of any file system in use (FAT: 2 s).
@@ -67,8 +68,7 @@ def _read(path: Path) -> tuple[str, bool]:
     before = _identity(path)
     started = time.time()
     digest = hashlib.sha256()
-    size = path.stat().st_size
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {path.name}", delay=2)
+    bar = byte_progress(path.stat().st_size, f"reading {path.name}", delay_seconds=2)
     with bar, path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)

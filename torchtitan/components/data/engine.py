@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 _verbosity = absl_logging.get_verbosity()
 absl_logging.set_verbosity(absl_logging.ERROR)
 
-import grain.python as grain  # noqa: E402
+import grain.python as grain  # noqa: E402 (only once absl is quiet)
 
 absl_logging.set_verbosity(_verbosity)
 

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,11 @@ def cache_root(cache_dir: str = "") -> Path:
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "torchtitan"
-    return Path.home() / ".cache" / "torchtitan"
+    try:
+        return Path.home() / ".cache" / "torchtitan"
+    except RuntimeError:
+        # A user id without a home, as containers have it.
+        return Path(tempfile.gettempdir()) / f"torchtitan-{os.getuid()}"
 
 
 def write_problem(root: Path) -> str | None:

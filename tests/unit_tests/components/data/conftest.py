@@ -1,7 +1,7 @@
 """A corpus of 23 small documents, the shipped tokenizer, and a loader over both."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def make_loader(
     tokenizer: HuggingFaceTokenizer, corpus: Path, cache_dir: str
-) -> Callable[..., GrainDataLoader]:
+) -> Iterator[Callable[..., GrainDataLoader]]:
     """Builds a loader for a rank; keywords beyond the layout are fields of its config."""
     built = []
 
@@ -52,10 +52,8 @@ def make_loader(
         files: str | None = None,
         **settings: Any,
     ) -> GrainDataLoader:
-        config = GrainDataLoader.Config(
-            dataset=packed_text([files or str(corpus)]),
-            **{"cache_dir": cache_dir, "num_prefetch_batches": 0, **settings},
-        )
+        fields: dict[str, Any] = {"cache_dir": cache_dir, "num_prefetch_batches": 0, **settings}
+        config = GrainDataLoader.Config(dataset=packed_text([files or str(corpus)]), **fields)
         loader = config.build(
             dp_world_size=world,
             dp_rank=rank,

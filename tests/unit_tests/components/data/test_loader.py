@@ -258,6 +258,17 @@ def test_a_row_that_fails_is_raised_and_met_again(
     assert take([loader], 2) == straight[1:]
 
 
+def test_ids_beyond_the_vocabulary_are_refused(
+    make_loader: MakeLoader,
+    tokenizer: HuggingFaceTokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer, "_vocab_size", 300)
+    with pytest.raises(ValueError, match="says that its vocabulary has 300 entries"):
+        make_loader(cache_dir=str(tmp_path))
+
+
 def test_documents_that_are_not_packed_are_refused(
     tokenizer: HuggingFaceTokenizer, corpus: Path, cache_dir: str
 ) -> None:

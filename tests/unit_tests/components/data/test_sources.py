@@ -137,8 +137,7 @@ def test_a_large_file_is_probed_at_both_ends_and_no_line_twice(
     assert problem.startswith(f"{file}, 1 lines before its end: not JSON")
 
     file.write_text("\n".join(lines[:6]))
-    whole = [record.fields["text"] for record in JsonlFile(file).probe(num_lines=4)]
-    assert whole == [f"{number:03d}" for number in range(6)]
+    assert len(list(JsonlFile(file).probe(num_lines=4))) == 6
 
 
 def test_the_digest_follows_content_and_order_not_names(folder: Path) -> None:

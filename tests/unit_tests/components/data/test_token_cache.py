@@ -1,9 +1,8 @@
 import json
 import multiprocessing
-import os
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,8 @@ from torchtitan.components.data.token_cache import (
     TokenStore,
     write_problem,
 )
+
+from tests.ranks.pool import PRELOADED
 
 DTYPE = np.dtype(np.uint16)
 DOCUMENTS = [[1, 5, 2], [1, 6, 7, 8, 2], [1, 2]]
@@ -60,10 +61,10 @@ def build_halfway(root: Path, parent: Connection) -> None:
     open_or_build(root, "key", DTYPE, endless_documents)
 
 
-def start(target: object, root: Path) -> tuple[multiprocessing.Process, Connection]:
+def start(target: Callable[..., None], root: Path) -> tuple[BaseProcess, Connection]:
     # The server imports what all processes need, once; it has no effect where one runs already.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtitan.components.data"])
+    context.set_forkserver_preload([*PRELOADED, "torchtitan.components.data"])
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(root, theirs))
     process.start()
@@ -84,7 +85,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
 def test_a_killed_builder_leaves_nothing_that_counts(tmp_path: Path) -> None:
     process, pipe = start(build_halfway, tmp_path)
     assert pipe.recv() == "halfway"
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     assert list((tmp_path / "tokens").glob("key.building-*"))
 

@@ -1,0 +1,20 @@
+"""Show how far a long read is: a bar on a terminal, a line now and then in a log file."""
+
+import sys
+
+from tqdm import tqdm
+
+_TERMINAL_SECONDS = 0.5
+_LOG_SECONDS = 10
+
+
+def byte_progress(total_bytes: int, description: str, *, delay_seconds: float = 0) -> tqdm:
+    """A bar over ``total_bytes`` that shows itself once ``delay_seconds`` are over."""
+    return tqdm(
+        total=total_bytes,
+        desc=description,
+        delay=delay_seconds,
+        unit="B",
+        unit_scale=True,
+        mininterval=_TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS,
+    )
