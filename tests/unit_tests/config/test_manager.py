@@ -244,7 +244,7 @@ def test_merged_configs_take_the_custom_fields_over_the_base():
 
     with pytest.warns(DeprecationWarning):
         merged: Any = ConfigManager._merge_configs(Base, Custom)
-    config = merged()
+    config: Any = merged()
     assert merged.__name__ == "MergedBase" and isinstance(config, Base)
     assert (config.steps, config.kept, config.extra) == (2, "kept", [])
     assert (config.inner.left, config.inner.right) == (1, 2)

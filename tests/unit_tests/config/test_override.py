@@ -59,14 +59,14 @@ def _overrides_module() -> Iterator[None]:
     clear_overrides()
 
 
-def register(name: str, factory: Any = grow, **settings: Any) -> str:
+def register(name: str, factory: Any = grow, *, target: type = Part.Config, **settings: Any) -> str:
     """Register a copy of ``factory`` as if the module had defined it; returns its full name."""
 
     def call(config: Any, **options: Any) -> Any:
         return factory(config, **options)
 
     call.__module__, call.__name__ = MODULE, name
-    assert override(**{"target": Part.Config} | settings)(call) is call
+    assert override(target=target, **settings)(call) is call
     return f"{MODULE}.{name}"
 
 

@@ -1,0 +1,3 @@
+"""Every test here starts with an untouched logger if it asks for one."""
+
+from tests.unit_tests.observability.fixtures import fresh_structured_logger  # noqa: F401

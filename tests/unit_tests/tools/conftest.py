@@ -1,0 +1,3 @@
+"""The logger fixture for the spans of the tools."""
+
+from tests.unit_tests.observability.fixtures import fresh_structured_logger  # noqa: F401

@@ -1,0 +1,223 @@
+"""The same operations on local paths and URIs, and what must be on disk when they return."""
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtitan.tools import filesystem
+
+
+@pytest.fixture(params=["local", "memory"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An existing empty folder, local or remote."""
+    folder = str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+    filesystem.makedirs(folder)
+    return folder
+
+
+def write(path: str, data: bytes = b"data") -> None:
+    if filesystem.is_remote(path):
+        fs, inner = filesystem._resolve(path)
+        fs.pipe_file(inner, data)
+    else:
+        Path(path).write_bytes(data)
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories that were synced, in order; they still are."""
+    seen: list[str] = []
+    real = filesystem.fsync_dir
+
+    def record(path: str) -> None:
+        seen.append(path)
+        real(path)
+
+    monkeypatch.setattr(filesystem, "fsync_dir", record)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("path", "remote"), [("s3://bucket/x", True), ("/a/b", False), ("a:b", False), ("", False)]
+)
+def test_a_path_is_remote_if_it_names_a_protocol(path: str, remote: bool):
+    assert filesystem.is_remote(path) is remote
+    assert filesystem.is_remote(Path("/a/b")) is False
+
+
+def test_join_works_on_each_kind_of_base():
+    assert filesystem.join("/out", "checkpoint") == "/out/checkpoint"
+    assert filesystem.join("out", "/absolute") == "/absolute"
+    assert filesystem.join("s3://bucket/out/", "checkpoint") == "s3://bucket/out/checkpoint"
+    assert filesystem.join("/out", "s3://bucket/x") == "s3://bucket/x"
+
+
+def test_files_and_directories_are_told_apart(base: str):
+    folder, file = filesystem.join(base, "folder"), filesystem.join(base, "file")
+    filesystem.makedirs(folder)
+    filesystem.makedirs(folder)
+    write(file)
+    for path, is_there, is_dir, is_file in (
+        (folder, True, True, False),
+        (file, True, False, True),
+        (filesystem.join(base, "nothing"), False, False, False),
+    ):
+        assert filesystem.exists(path) is is_there
+        assert filesystem.isdir(path) is is_dir
+        assert filesystem.isfile(path) is is_file
+
+
+def test_listdir_gives_the_names_of_the_children(base: str):
+    filesystem.makedirs(filesystem.join(base, "step-1"))
+    write(filesystem.join(base, "step-1/inner"))
+    write(filesystem.join(base, "file"))
+    assert sorted(filesystem.listdir(base)) == ["file", "step-1"]
+    assert sorted(filesystem.listdir(base + "/")) == ["file", "step-1"]
+
+
+def test_a_remote_listing_drops_the_folder_itself_and_keeps_a_child_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Bucket:
+        def ls(self, path: str, *, detail: bool) -> list[str]:
+            assert detail is False
+            return ["bucket/run", "bucket/run/", "bucket/run/run", "bucket/run/step-1/"]
+
+    monkeypatch.setattr(filesystem, "_resolve", lambda path: (Bucket(), "bucket/run/"))
+    assert filesystem.listdir("s3://bucket/run/") == ["run", "step-1"]
+
+
+def test_rmtree_removes_everything_and_forgives_a_missing_folder(base: str):
+    folder = filesystem.join(base, "folder")
+    filesystem.makedirs(folder)
+    write(filesystem.join(folder, "file"))
+    filesystem.rmtree(folder)
+    assert not filesystem.exists(folder)
+    filesystem.rmtree(folder)
+
+
+def test_a_remote_rmtree_raises_whatever_is_not_a_missing_folder(monkeypatch: pytest.MonkeyPatch):
+    class Locked:
+        def rm(self, path: str, recursive: bool) -> None:
+            raise PermissionError(path)
+
+    monkeypatch.setattr(filesystem, "_resolve", lambda path: (Locked(), "x"))
+    with pytest.raises(PermissionError):
+        filesystem.rmtree("s3://bucket/x")
+
+
+def test_rename_moves_a_directory_with_what_is_in_it(base: str):
+    src, dst = filesystem.join(base, "src"), filesystem.join(base, "dst")
+    filesystem.makedirs(src)
+    write(filesystem.join(src, "file"))
+    filesystem.rename(src, dst)
+    assert not filesystem.exists(src)
+    assert filesystem.listdir(dst) == ["file"]
+
+
+def test_a_local_rename_syncs_the_new_folder_before_the_old_one(tmp_path: Path, synced: list[str]):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old" / "file").write_bytes(b"x")
+    filesystem.rename(str(tmp_path / "old" / "file"), str(tmp_path / "new" / "file"))
+    assert synced == [str(tmp_path / "new"), str(tmp_path / "old")]
+    synced.clear()
+    filesystem.rename(str(tmp_path / "new" / "file"), str(tmp_path / "new" / "other"))
+    assert synced == [str(tmp_path / "new")]
+
+
+def test_a_local_rename_replaces_a_file_but_no_directory_that_holds_something(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+        (tmp_path / f"{name}_folder").mkdir()
+        (tmp_path / f"{name}_folder" / "file").touch()
+    filesystem.rename(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "a"
+    with pytest.raises(OSError):
+        filesystem.rename(str(tmp_path / "a_folder"), str(tmp_path / "b_folder"))
+
+
+def test_a_rename_between_local_and_remote_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="one is local and the other remote"):
+        filesystem.rename(str(tmp_path), "memory://x")
+
+
+def test_makedirs_syncs_every_folder_that_got_a_new_name(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    filesystem.makedirs(str(tmp_path / "a" / "b"))
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    synced.clear()
+    filesystem.makedirs(str(tmp_path / "a" / "b"))
+    assert synced == []
+    monkeypatch.chdir(tmp_path)
+    filesystem.makedirs("relative")
+    assert synced == [str(tmp_path)]
+
+
+def test_makedirs_does_not_take_a_file_for_a_folder(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        filesystem.makedirs(str(tmp_path / "file"))
+
+
+def test_fsync_dir_leaves_no_open_file_even_when_the_sync_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(descriptor: int) -> None:
+        raise OSError("disk")
+
+    before = len(os.listdir("/proc/self/fd"))
+    filesystem.fsync_dir(str(tmp_path))
+    filesystem.fsync_dir("memory://x")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk"):
+        filesystem.fsync_dir(str(tmp_path))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_tree_size_counts_the_bytes_of_all_files(base: str):
+    filesystem.makedirs(filesystem.join(base, "inner"))
+    write(filesystem.join(base, "file"), b"12345")
+    write(filesystem.join(base, "inner/file"), b"123")
+    assert filesystem.tree_size_bytes(base) == 8
+    assert filesystem.tree_size_bytes(filesystem.join(base, "file")) == 5
+    with pytest.raises(FileNotFoundError):
+        filesystem.tree_size_bytes(filesystem.join(base, "nothing"))
+
+
+def test_tree_size_stands_files_that_vanish_and_links_that_lead_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "kept").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("/nowhere/at/all")
+    link_bytes = (tmp_path / "link").lstat().st_size
+    real_walk = os.walk
+
+    def walk(path: Any) -> Any:
+        for folder, folders, names in real_walk(path):
+            yield folder, folders, [*names, "deleted-meanwhile"]
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert filesystem.tree_size_bytes(str(tmp_path)) == 4 + link_bytes
+
+
+def test_fsspec_is_imported_for_remote_paths_only():
+    code = (
+        "import sys; from torchtitan.tools import filesystem as f; f.exists('/'); f.listdir('/'); "
+        "assert 'fsspec' not in sys.modules; f.exists('memory://x'); assert 'fsspec' in sys.modules"
+    )
+    repository = Path(__file__).resolve().parents[3]
+    subprocess.run([sys.executable, "-c", code], cwd=repository, check=True, timeout=60)
+
+
+def test_a_remote_path_without_fsspec_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(
+        ImportError, match="'s3://b/x' is a remote path and needs the package fsspec"
+    ):
+        filesystem.exists("s3://b/x")
