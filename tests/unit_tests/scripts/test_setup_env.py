@@ -14,22 +14,22 @@ from tests.unit_tests.scripts.small_repository import SmallRepository
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> SmallRepository:
-    """A repository that was set up while a second start waited, after a first one was killed."""
+    """A repository that a second start set up after it had waited for a first one, which was killed."""
     repository = SmallRepository(tmp_path_factory.mktemp("small") / "repo with space")
     os.mkfifo(repository.gate)
     killed = repository.start()
     try:
         assert repository.gate.read_text() == "reached"
+        # Only the script dies; its pip is still writing, so nobody else may start.
+        killed.kill()
+        killed.wait()
+        with (repository.folder / ".setup.lock").open() as lock:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         second = repository.start()
         assert second.stderr is not None
         lines = [second.stderr.readline(), second.stderr.readline()]
         assert "waiting for it" in lines[1], lines
-        killed.kill()
-        killed.wait()
-        with (repository.folder / ".setup.lock").open() as lock:
-            # pip is still writing, so nobody else may start.
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         repository.gate.unlink()
     finally:
         os.killpg(killed.pid, signal.SIGKILL)
