@@ -44,11 +44,16 @@ class ModelWrapper(Stateful):
         fresh = self._get_state_dict()
         for gone in self.cached_state_dict.keys() - fresh.keys():
             del self.cached_state_dict[gone]
+        in_use = {_place(value)[0] for value in fresh.values() if isinstance(value, torch.Tensor)}
+        sources: dict[tuple[int, int], tuple[int, int]] = {}
         for name, value in fresh.items():
             cached = self.cached_state_dict.get(name)
             if _same_view(cached, value):
                 continue
-            if _can_receive(cached, value):
+            # Entries that were tied share a cached tensor; once untied each needs its own.
+            if _can_receive(cached, value, in_use) and _place(value) == sources.setdefault(
+                _place(cached), _place(value)
+            ):
                 _local(cached).copy_(_local(value))
             else:
                 self.cached_state_dict[name] = value
@@ -81,28 +86,33 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, local.shape, tensor.dtype, local.device, spec)
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements begin: (address of the storage, offset in it)."""
+    local = _local(tensor)
+    return local.untyped_storage().data_ptr(), int(local.storage_offset())
+
+
 def _same_view(cached: Any, fresh: Any) -> bool:
     """Whether both look at the same elements of the same memory."""
-    if not _both_tensors(cached, fresh):
-        return False
-    one, two = _local(cached), _local(fresh)
     return (
-        _layout(cached) == _layout(fresh)
-        and one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
-        and one.storage_offset() == two.storage_offset()
-        and one.stride() == two.stride()
+        _both_tensors(cached, fresh)
+        and _layout(cached) == _layout(fresh)
+        and _place(cached) == _place(fresh)
+        and _local(cached).stride() == _local(fresh).stride()
     )
 
 
-def _can_receive(cached: Any, fresh: Any) -> bool:
+def _can_receive(cached: Any, fresh: Any, in_use: set[int]) -> bool:
     """Whether ``fresh`` may be copied over ``cached``.
 
-    Never when they share memory through different views: that copy would overwrite the parameter.
+    Never when the memory of ``cached`` is that of any entry the model has now (another view of
+    it, weights that were untied or traded places): that copy would overwrite a parameter.
     """
-    if not _both_tensors(cached, fresh) or _layout(cached) != _layout(fresh):
-        return False
-    storages = _local(cached).untyped_storage(), _local(fresh).untyped_storage()
-    return storages[0].data_ptr() != storages[1].data_ptr()
+    return (
+        _both_tensors(cached, fresh)
+        and _layout(cached) == _layout(fresh)
+        and _place(cached)[0] not in in_use
+    )
 
 
 def flatten_states(

@@ -1,0 +1,189 @@
+"""Storage that never moves, and never a byte written over a parameter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.components.checkpointer.state import (
+    cast_for_export,
+    flatten_states,
+    ModelWrapper,
+    require_known,
+)
+
+
+class Fused(nn.Module):
+    """Saves one weight as two entries that are computed on each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.arange(8.0).reshape(4, 2))
+        self._register_state_dict_hook(self._split)
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        both = state.pop(f"{prefix}both")
+        state[f"{prefix}first"], state[f"{prefix}second"] = both[:2].clone(), both[2:].clone()
+
+
+class Changing(nn.Module):
+    """A module whose state dict is what the test says."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        super().__init__()
+        self.entries = entries
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return dict(self.entries)
+
+
+def addresses(state: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: value.untyped_storage().data_ptr() for name, value in state.items()}
+
+
+def test_the_same_dict_and_storage_come_back_with_the_values_of_now() -> None:
+    model = nn.Linear(3, 2)
+    wrapper = ModelWrapper(model)
+    first = wrapper.state_dict()
+    before = addresses(first)
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    assert wrapper.state_dict() is first and addresses(first) == before
+    assert first["weight"].unique().tolist() == [7.0]
+    assert before["weight"] == model.weight.untyped_storage().data_ptr()
+
+
+def test_computed_entries_keep_the_storage_they_had_first() -> None:
+    model = Fused()
+    wrapper = ModelWrapper(model)
+    before = addresses(wrapper.state_dict())
+    for _ in range(3):
+        with torch.no_grad():
+            model.both.add_(1.0)
+        state = wrapper.state_dict()
+        assert addresses(state) == before
+        assert torch.equal(torch.cat([state["first"], state["second"]]), model.both)
+
+
+def test_a_parameter_that_moved_is_copied_into_the_old_storage() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    wrapper = ModelWrapper(model)
+    before = addresses(wrapper.state_dict())
+    model.weight.data = torch.full((2, 2), 5.0)
+    assert addresses(wrapper.state_dict()) == before
+    assert wrapper.state_dict()["weight"].unique().tolist() == [5.0]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(1, 2), 4]
+)
+def test_another_shape_dtype_or_type_replaces_the_entry(value: Any) -> None:
+    module = Changing({"x": torch.zeros(2)})
+    wrapper = ModelWrapper(module)
+    state = wrapper.state_dict()
+    module.entries["x"] = value
+    assert wrapper.state_dict() is state and state["x"] is value
+
+
+def test_keys_come_and_go_with_the_model() -> None:
+    module = Changing({"stays": torch.zeros(1), "goes": torch.zeros(1)})
+    wrapper = ModelWrapper(module)
+    module.entries = {"stays": module.entries["stays"], "comes": torch.ones(1)}
+    assert sorted(wrapper.state_dict()) == ["comes", "stays"]
+
+
+def test_another_view_of_the_same_memory_never_overwrites_the_parameter() -> None:
+    memory = torch.arange(6.0)
+    module = Changing({"x": memory[:3]})
+    wrapper = ModelWrapper(module)
+    module.entries["x"] = memory[3:]
+    assert wrapper.state_dict()["x"].tolist() == [3.0, 4.0, 5.0]
+    assert memory.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    module.entries["x"] = memory[3:].as_strided((3,), (1,), 1)
+    assert wrapper.state_dict()["x"].tolist() == [1.0, 2.0, 3.0]
+    assert memory.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_parameters_that_trade_places_keep_their_values() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    wrapper = ModelWrapper(model)
+    a, b = model["a"].weight.clone(), model["b"].weight.clone()
+    model["a"].weight, model["b"].weight = model["b"].weight, model["a"].weight
+    state = wrapper.state_dict()
+    assert torch.equal(model["a"].weight, b) and torch.equal(model["b"].weight, a)
+    assert torch.equal(state["a.weight"], b) and torch.equal(state["b.weight"], a)
+
+
+def test_untying_a_weight_leaves_the_other_end_alone() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    wrapper = ModelWrapper(model)
+    assert len(set(addresses(wrapper.state_dict()).values())) == 1
+    kept = model["a"].weight.clone()
+    model["b"].weight = nn.Parameter(torch.full((2, 2), 9.0))
+    state = wrapper.state_dict()
+    assert torch.equal(model["a"].weight, kept) and torch.equal(state["a.weight"], kept)
+    assert state["b.weight"].unique().tolist() == [9.0]
+
+
+def test_several_parts_are_one_dict_and_each_takes_back_its_own() -> None:
+    parts: list[nn.Module] = [
+        nn.ModuleDict({"0": nn.Linear(2, 2)}),
+        nn.ModuleDict({"1": nn.Linear(3, 3)}),
+    ]
+    wrapper = ModelWrapper(parts)
+    assert wrapper.model is parts
+    assert sorted(wrapper.state_dict()) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    wrapper.load_state_dict({"1.bias": torch.full((3,), 4.0), "foreign.weight": torch.ones(1)})
+    assert parts[1].get_parameter("1.bias").tolist() == [4.0, 4.0, 4.0]
+    assert wrapper.state_dict()["1.bias"].tolist() == [4.0, 4.0, 4.0]
+
+
+def test_loading_into_the_cached_tensors_reaches_the_model() -> None:
+    model = Changing({"x": torch.zeros(2)})
+    linear = nn.Linear(2, 1)
+    wrapper = ModelWrapper([model, linear])
+    state = wrapper.state_dict()
+    state["weight"].fill_(3.0)
+    wrapper.load_state_dict(state)
+    assert linear.weight.tolist() == [[3.0, 3.0]]
+
+
+def test_buffers_that_do_not_persist_are_left_out() -> None:
+    model = nn.Module()
+    model.register_buffer("kept", torch.ones(1))
+    model.register_buffer("dropped", torch.ones(1), persistent=False)
+    assert list(ModelWrapper(model).state_dict()) == ["kept"]
+
+
+def test_model_entries_lie_at_the_top_and_the_rest_under_its_key() -> None:
+    model, optimizer = nn.Linear(1, 1), object()
+    flat = flatten_states({"model": ModelWrapper(model), "optimizer": optimizer})
+    assert set(flat) == {"weight", "bias", "optimizer"} and flat["optimizer"] is optimizer
+
+
+def test_a_submodule_with_the_name_of_another_entry_is_refused_by_name() -> None:
+    model = nn.ModuleDict({"optimizer": nn.Linear(1, 1), "fine": nn.Linear(1, 1)})
+    with pytest.raises(ValueError, match=r"'optimizer.bias', 'optimizer.weight'.*rename"):
+        flatten_states({"model": ModelWrapper(model), "optimizer": object()})
+
+
+def test_an_export_casts_floating_point_entries_and_nothing_else() -> None:
+    state = {
+        "half": torch.ones(2, dtype=torch.float16),
+        "same": torch.ones(2, dtype=torch.bfloat16),
+        "count": torch.ones(2, dtype=torch.int64),
+        "mask": torch.ones(2, dtype=torch.bool),
+        "number": 3,
+    }
+    cast = cast_for_export(state, torch.bfloat16)
+    assert cast["half"].dtype is torch.bfloat16 and state["half"].dtype is torch.float16
+    assert all(cast[name] is state[name] for name in ("same", "count", "mask", "number"))
+
+
+def test_unknown_exclusions_are_all_named_beside_those_that_exist() -> None:
+    known = ["model", "optimizer", "dataloader"]
+    require_known(["optimizer"], known)
+    with pytest.raises(ValueError, match=r"data_loader, rng not found in state_dict.*dataloader"):
+        require_known(["rng", "optimizer", "data_loader"], known)
