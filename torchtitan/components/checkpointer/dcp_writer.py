@@ -64,6 +64,11 @@ class DurableFileSystemWriter(FileSystemWriter):
         self.per_thread_copy_ahead = 0
         return self._kept_stager.stage(state_dict)
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Create the directory; the names of parents that were missing become durable too."""
+        filesystem.makedirs(os.fspath(self.path))
+        return super().prepare_local_plan(plan)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, and return once their names are durable as well."""
         written = super().write_data(plan, planner)
