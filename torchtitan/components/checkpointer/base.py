@@ -136,6 +136,12 @@ class BaseCheckpointManager(Configurable, ABC):
     def __init__(
         self, config: Config, *, storage: MovingStorage, base_folder: str, sd_adapter: Any
     ) -> None:
+        # Before anything else: an object that is refused here has nothing to close.
+        if config.enable and config.last_save_in_hf and sd_adapter is None:
+            raise ValueError(
+                "checkpoint.last_save_in_hf needs a state dict adapter, but this model has none; "
+                "switch the option off."
+            )
         self.enable = config.enable
         if not self.enable:
             return
@@ -154,11 +160,6 @@ class BaseCheckpointManager(Configurable, ABC):
         self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
         self.load_only = config.load_only
         self.sd_adapter = sd_adapter
-        if self.last_save_in_hf and sd_adapter is None:
-            raise ValueError(
-                "checkpoint.last_save_in_hf needs a state dict adapter, but this model has none; "
-                "switch the option off."
-            )
         self.save_future = None
         self._loaded_step: int | None = None
         self._history_settled = False
@@ -295,6 +296,7 @@ class BaseCheckpointManager(Configurable, ABC):
         source = rank_zero_decides(find)
         # Step 0 is only weights, so the run's own history begins after it.
         self._loaded_step = source.step if source is not None and source.step else 0
+        self._history_settled = False
         return source
 
     def _make_ready(
@@ -323,8 +325,8 @@ class BaseCheckpointManager(Configurable, ABC):
 
         for path in rank_zero_decides(act, group):
             logger.warning(
-                f"{path} now holds what an earlier run had saved beyond step {self._loaded_step}, "
-                "where this run went on from. Nothing deletes it; move it back to use it again."
+                f"Moved a checkpoint that this run does not build on to {path}. Nothing deletes "
+                "it there; move it back to use it again."
             )
         self._history_settled = True
 

@@ -44,6 +44,9 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+# DCP's own error is no Exception.
+_FAILURES = (Exception, dcp.CheckpointException)
+
 
 class AsyncMode(str, enum.Enum):
     """What the training thread waits for when it saves."""
@@ -120,13 +123,13 @@ class CheckpointManager(BaseCheckpointManager):
             }
         )
         self.states = states
-        self.async_mode = AsyncMode(config.async_mode)
-        is_async = self.async_mode is not AsyncMode.DISABLED
-        self.pg = dist.new_group(backend="gloo") if is_async else None
         self.stager: DefaultStager | None = None
         self.staging_future: Future[Any] | None = None
         self._copying_stager: CopyingStager | None = None
         self._report: SaveReport | None = None
+        self.async_mode = AsyncMode(config.async_mode)
+        is_async = self.async_mode is not AsyncMode.DISABLED
+        self.pg = dist.new_group(backend="gloo") if is_async else None
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
         return dcp_index.parse_entry(filename)
@@ -230,8 +233,6 @@ class CheckpointManager(BaseCheckpointManager):
         self.maybe_wait_for_saving()
         checkpoint_id = self._create_checkpoint_id(curr_step)
         mode = AsyncMode.DISABLED if last_step else self.async_mode
-        # Nothing expires with the last save: there is no later one whose space it would free.
-        self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
         self._report = SaveReport(
             curr_step,
             checkpoint_id,
@@ -240,13 +241,14 @@ class CheckpointManager(BaseCheckpointManager):
             is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
         )
         try:
+            # Nothing expires with the last save: there is no later one whose space it would free.
+            self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
             if last_step:
                 self._save_last_step(curr_step)
             else:
                 self._dispatch(checkpoint_id)
-        except Exception as error:
+        except _FAILURES as error:
             raise _save_error(curr_step, checkpoint_id, error) from error
-        self._report.handed_over()
         if self.save_future is None:
             self._report.completed_now()
         return True
@@ -266,6 +268,8 @@ class CheckpointManager(BaseCheckpointManager):
         else:
             self.save_future = result
         if self.save_future is not None and self._report is not None:
+            # First, because a save that is done already reports from within the next line.
+            self._report.handed_over()
             self.save_future.add_done_callback(self._report.completed)
 
     def _save_last_step(self, curr_step: int) -> None:
@@ -294,7 +298,9 @@ class CheckpointManager(BaseCheckpointManager):
         started_at = time.monotonic()
         states = self._states_to_load(source.model_only)
         if not source.from_hf:
-            self._require_match(source.path, states)
+            dcp_index.require_match(
+                source.path, states, other_keys=set(self.states) - {MODEL}, group=self.pg
+            )
         try:
             self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
         except dcp.CheckpointException as error:
@@ -305,15 +311,6 @@ class CheckpointManager(BaseCheckpointManager):
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded the checkpoint in {time.monotonic() - started_at:.2f} s.")
         return True
-
-    def _require_match(self, path: str, states: dict[str, Any]) -> None:
-        try:
-            metadata = dcp_index.read_index(path)
-        except CheckpointReadError:
-            return  # the load that follows reports it
-        dcp_index.require_match(
-            path, states, metadata, other_keys=set(self.states) - {MODEL}, group=self.pg
-        )
 
     def _maybe_wait_for_staging(self) -> None:
         if self.staging_future is None:
@@ -335,7 +332,7 @@ class CheckpointManager(BaseCheckpointManager):
         future, self.save_future = self.save_future, None
         try:
             future.result()
-        except Exception as error:
+        except _FAILURES as error:
             if self._report is None:
                 raise
             raise _save_error(self._report.step, self._report.path, error) from error
@@ -354,8 +351,8 @@ class CheckpointManager(BaseCheckpointManager):
             self.stager = self._copying_stager = None
 
 
-def _save_error(step: int, path: str, error: Exception) -> CheckpointSaveError:
+def _save_error(step: int, path: str, error: BaseException) -> CheckpointSaveError:
     return CheckpointSaveError(
         f"Saving the checkpoint of step {step} to {path} failed: {error}. Older checkpoints are "
-        "untouched; what was written of this one is deleted by the next save."
+        "untouched; what was written of this one never counts as a checkpoint."
     )

@@ -4,7 +4,6 @@ All of this happens before a tensor is read. DCP itself names one missing key at
 who points at the wrong checkpoint should hear everything at once.
 """
 
-import pickle
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.components.checkpointer.agreement import gather
+from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
 from torchtitan.components.checkpointer.discovery import complete_steps, Kind, OwnFolder, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
 from torchtitan.components.checkpointer.storage import CheckpointStorage
@@ -37,12 +36,18 @@ def read_index(checkpoint_id: str) -> Metadata:
     """
     try:
         index = FileSystemReader(checkpoint_id).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+    except Exception as error:
+        # Damaged pickles raise whatever their bytes happen to spell: KeyError, ImportError, ...
         raise CheckpointReadError(
-            f"The index {checkpoint_id}/{MARKER} cannot be read: {error!r}."
+            f"The index {checkpoint_id}/{MARKER} cannot be read: {error!r}. The path must be one "
+            "checkpoint, a step-N directory; if it is damaged, move it away."
         ) from error
-    if not isinstance(index, Metadata):
-        raise CheckpointReadError(f"The index {checkpoint_id}/{MARKER} is not one that DCP writes.")
+    entries = getattr(index, "state_dict_metadata", None)
+    if not isinstance(index, Metadata) or not isinstance(entries, dict):
+        raise CheckpointReadError(
+            f"The index {checkpoint_id}/{MARKER} is not one that DCP writes; if it is damaged, move "
+            "the checkpoint away."
+        )
     return index
 
 
@@ -107,7 +112,6 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Sha
 def require_match(
     path: str,
     states: Mapping[str, Any],
-    metadata: Metadata,
     *,
     other_keys: set[str],
     group: "dist.ProcessGroup | None" = None,
@@ -121,10 +125,18 @@ def require_match(
 
     Raises:
         CheckpointMismatchError: names every missing, unexpected and mis-shaped key, on all ranks.
+        CheckpointReadError: the index cannot be read, on all ranks.
     """
     wanted: dict[str, Shape] = {}
     for part in gather(dict(leaves(states)), group):
         wanted.update(part)
+    # Rank 0 alone reads: a rank that failed to, by itself, would leave the others waiting.
+    rank_zero_decides(lambda: _compare(path, wanted, read_index(path), other_keys), group)
+
+
+def _compare(
+    path: str, wanted: Mapping[str, Shape], metadata: Metadata, other_keys: Set[str]
+) -> None:
     saved = {
         name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for name, entry in metadata.state_dict_metadata.items()
