@@ -1,0 +1,153 @@
+import threading
+from unittest.mock import MagicMock, patch
+
+import pytest
+from torchtitan.components.checkpointer import base, BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
+
+from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
+
+
+class Built(BareManager):
+    """Goes through the real constructor."""
+
+    def __init__(self, storage: MemoryStorage, **settings: int) -> None:
+        self.hook_calls = []
+        config = BaseCheckpointManager.Config(
+            enable=True, **settings  # pyrefly: ignore[bad-argument-type]  (ints only)
+        )
+        BaseCheckpointManager.__init__(
+            self, config, storage=storage, base_folder="/", sd_adapter=None
+        )
+
+    def _close(self) -> None:
+        self._stop_purging()
+
+
+def test_a_disabled_manager_is_nothing_but_its_switch_and_still_answers() -> None:
+    manager = CheckpointManager.Config().build(
+        dataloader=None,
+        model_parts=[],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=None,
+    )
+    assert vars(manager) == {"enable": False}
+    assert manager.load() is False and manager.save(5, last_step=True) is False
+    assert manager.maybe_wait_for_staging() is None and manager.maybe_wait_for_saving() is None
+    assert manager.newest_checkpoint() is None
+    manager.close()
+
+
+def test_spans_are_opened_around_the_hooks_and_only_when_enabled() -> None:
+    manager = BareManager()
+    with patch.object(base.sl, "log_trace_span") as span:
+        manager.save(3)
+        manager.load(7)
+        assert [call.args for call in span.call_args_list] == [
+            ("checkpoint_save",),
+            ("checkpoint_load",),
+        ]
+        manager.enable = False
+        manager.save(4)
+        manager.load()
+        assert span.call_count == 2
+
+
+def test_hooks_get_their_arguments_by_position() -> None:
+    manager = BareManager()
+    assert manager.save(3, last_step=True) and manager.load(7)
+    assert manager.hook_calls == [("save", (3, True), {}), ("load", (7,), {})]
+
+
+def test_waiting_for_a_save_asks_the_hook_only_when_one_is_in_flight() -> None:
+    manager = BareManager()
+    manager.maybe_wait_for_saving()
+    assert manager.hook_calls == []
+    manager.save_future = MagicMock()
+    manager.maybe_wait_for_saving()
+    manager.maybe_wait_for_staging()
+    assert manager.hook_calls == [("saving",), ("staging",)]
+
+
+def test_the_hooks_must_be_supplied() -> None:
+    hooks = {"_load", "_save", "_maybe_wait_for_staging", "_wait_for_saving", "_close"}
+    assert hooks <= BaseCheckpointManager.__abstractmethods__
+    assert not {"load", "save", "close", "_should_purge"} & set(vars(CheckpointManager))
+
+
+@pytest.mark.parametrize("cls", [CheckpointManager, BareManager])
+def test_an_object_that_was_never_built_closes_and_dies_in_silence(
+    cls: type[BaseCheckpointManager],
+) -> None:
+    with patch.object(base, "logger") as logger:
+        cls.__new__(cls).close()
+        cls.__new__(cls).__del__()
+    logger.warning.assert_not_called()
+
+
+def test_a_manager_that_was_refused_half_way_dies_in_silence() -> None:
+    config = CheckpointManager.Config(enable=True, last_save_in_hf=True)
+    with patch.object(base, "logger") as logger:
+        with pytest.raises(ValueError, match="last_save_in_hf"):
+            config.build(
+                dataloader=None,
+                model_parts=[],
+                optimizers=None,
+                lr_schedulers=None,
+                states={},
+                sd_adapter=None,
+            )
+    assert [c.args for c in logger.warning.call_args_list if "abandoned" in c.args[0]] == []
+
+
+def test_an_error_while_an_object_dies_is_a_warning() -> None:
+    manager = BareManager()
+    manager.close = MagicMock(side_effect=CheckpointSaveError("step 3 is lost"))
+    with patch.object(base, "logger") as logger:
+        manager.__del__()
+    manager.close = MagicMock()  # it dies once more when this test is over
+    assert "step 3 is lost" in logger.warning.call_args.args[0]
+
+
+def test_closing_deletes_what_is_queued_ends_the_thread_and_can_be_repeated() -> None:
+    storage = folder_of(*(f"step-{n}" for n in range(20)))
+    manager = Built(storage, keep_latest_k=2)
+    thread = manager.purge_thread
+    assert thread is not None and thread.daemon and thread.is_alive()
+    for step in range(20):
+        manager.purge_queue.put(f"/run/step-{step}")
+    manager.close()
+    assert not thread.is_alive() and storage.listdir("/run") == []
+    manager.close()
+
+
+@pytest.mark.parametrize("settings", [{"keep_latest_k": 0}, {"load_only": True}])
+def test_without_deletions_there_is_no_thread(settings: dict[str, int]) -> None:
+    before = threading.active_count()
+    manager = Built(MemoryStorage(), **settings)
+    assert manager.purge_thread is None and threading.active_count() == before
+    manager.close()
+
+
+def test_an_absolute_folder_wins_over_the_base_folder() -> None:
+    storage = MemoryStorage()
+    config = BaseCheckpointManager.Config(enable=True, folder="/data/run", keep_latest_k=0)
+    manager = BareManager.__new__(BareManager)
+    BaseCheckpointManager.__init__(
+        manager, config, storage=storage, base_folder="/dump", sd_adapter=None
+    )
+    assert manager.folder == "/data/run"
+    assert manager._create_checkpoint_id(3) == "/data/run/step-3"
+    assert manager._create_checkpoint_id(3, "s3://b/x/") == "s3://b/x/step-3"
+    manager.enable = False
+
+
+def test_attributes_are_read_when_they_are_used() -> None:
+    manager = Built(MemoryStorage(), interval=10, keep_latest_k=0)
+    assert not manager._should_save(5)
+    manager.interval = 5
+    assert manager._should_save(5)
+    manager.load_only = True
+    assert not manager._should_save(5) and not manager._should_save(5, last_step=True)

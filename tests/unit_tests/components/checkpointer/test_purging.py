@@ -1,0 +1,148 @@
+"""What is deleted around a save, and what never is."""
+
+import queue
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch.distributed
+from torchtitan.components.checkpointer import base
+
+from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
+
+
+def bare(storage: MemoryStorage, keep: int = 2) -> BareManager:
+    return BareManager(
+        keep_latest_k=keep,
+        folder="/run",
+        purge_queue=queue.Queue(),
+        purge_thread=None,
+        _storage=storage,
+    )
+
+
+def queued(manager: BareManager) -> list[str]:
+    return [manager.purge_queue.get_nowait() for _ in range(manager.purge_queue.qsize())]
+
+
+def on_rank(rank: int) -> "patch":  # pyrefly: ignore[not-a-type]  (what patch returns is private)
+    return patch.object(torch.distributed, "get_rank", return_value=rank)
+
+
+def test_without_retention_neither_the_rank_nor_the_disk_is_asked() -> None:
+    manager = BareManager(keep_latest_k=0, folder="/run", _storage=MagicMock())
+    with on_rank(0) as get_rank:
+        assert not manager._should_purge()
+    get_rank.assert_not_called()
+    manager._storage.isdir.assert_not_called()
+
+
+def test_other_ranks_do_not_look_at_the_disk() -> None:
+    manager = BareManager(keep_latest_k=2, folder="/run", _storage=MagicMock())
+    with on_rank(1):
+        assert not manager._should_purge()
+    manager._storage.isdir.assert_not_called()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_rank_0_asks_once_whether_the_folder_exists(exists: bool) -> None:
+    manager = BareManager(keep_latest_k=2, folder="/run", _storage=MagicMock())
+    manager._storage.isdir.return_value = exists
+    with on_rank(0):
+        assert manager._should_purge() is exists
+    manager._storage.isdir.assert_called_once_with("/run")
+
+
+def test_while_a_save_is_in_flight_everything_of_ours_counts_and_only_the_oldest_go() -> None:
+    storage = folder_of("step-2", "step-10", "staging-20", "step-7.bak")
+    storage.add("/run/step-30")  # no marker yet
+    manager = bare(storage)
+    with on_rank(0):
+        manager._purge_stale_checkpoints()
+    assert queued(manager) == ["/run/step-2", "/run/step-10"]
+    assert storage.calls == []
+
+
+def test_with_nothing_in_flight_the_next_save_gets_a_slot_and_the_dead_go_at_once() -> None:
+    storage = folder_of("step-2", "step-9", "step-10", "staging-20", "step-07", "keep me")
+    storage.add("/run/step-30")
+    storage.add("/run/step-40", b"a file")
+    manager = bare(storage)
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert queued(manager) == ["/run/step-2", "/run/step-9"]
+    assert storage.calls == [("remove", "/run/staging-20"), ("remove", "/run/step-30")]
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_fewer_checkpoints_than_allowed_all_stay(in_flight: bool) -> None:
+    manager = bare(folder_of("step-1"), keep=3)
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=in_flight)
+    assert queued(manager) == []
+
+
+def test_what_cannot_be_deleted_is_a_warning_and_the_others_still_go() -> None:
+    storage = folder_of("step-1", "step-2", complete=False)
+    storage.undeletable.add("/run/step-1")
+    manager = bare(storage)
+    with on_rank(0), patch.object(base, "logger") as logger:
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert storage.listdir("/run") == ["step-1"]
+    assert "/run/step-1" in logger.warning.call_args.args[0]
+
+
+def ready(storage: MemoryStorage, *, loaded: int | None, keep: int = 2) -> BareManager:
+    manager = bare(storage, keep)
+    manager._loaded_step, manager._history_settled = loaded, False
+    return manager
+
+
+def make_ready(manager: BareManager, step: int) -> list[str]:
+    with on_rank(0), patch.object(base, "logger") as logger:
+        manager._make_ready(f"/run/step-{step}", None, with_retention=True)
+    return [call.args[0] for call in logger.warning.call_args_list]
+
+
+def test_the_other_history_leaves_before_retention_counts() -> None:
+    storage = folder_of("step-10", "step-20", "step-30")
+    manager = ready(storage, loaded=10)
+    make_ready(manager, 15)
+    assert queued(manager) == []
+    assert sorted(storage.listdir("/run")) == ["step-10", "superseded"]
+    assert sorted(storage.listdir("/run/superseded")) == ["step-20", "step-30"]
+
+
+def test_a_complete_checkpoint_of_the_same_step_is_kept_aside() -> None:
+    storage = folder_of("step-10")
+    manager = ready(storage, loaded=None)
+    (warning,) = make_ready(manager, 10)
+    assert storage.isfile("/run/superseded/step-10/done") and not storage.isdir("/run/step-10")
+    assert "/run/superseded/step-10" in warning and "None" not in warning
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_what_is_left_of_an_attempt_at_the_same_step_is_cleared(keep: int) -> None:
+    storage = folder_of("step-10", complete=False)
+    manager = ready(storage, loaded=0, keep=keep)
+    assert make_ready(manager, 10) == []
+    assert storage.listdir("/run") == []
+
+
+def test_histories_are_settled_once_and_again_only_after_another_load() -> None:
+    storage = folder_of("step-10", "step-20")
+    manager = ready(storage, loaded=20)
+    make_ready(manager, 30)
+    storage.add("/run/step-30/done", b"1")
+    make_ready(manager, 40)
+    assert sorted(storage.listdir("/run")) == ["step-10", "step-20", "step-30"]
+
+
+def test_a_history_that_could_not_move_is_tried_again() -> None:
+    storage = folder_of("step-10", "step-20")
+    storage.undeletable.add("/run/step-20")
+    manager = ready(storage, loaded=10)
+    with pytest.raises(PermissionError):
+        make_ready(manager, 15)
+    storage.undeletable.clear()
+    make_ready(manager, 15)
+    assert storage.isdir("/run/superseded/step-20")
