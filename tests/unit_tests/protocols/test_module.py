@@ -1,13 +1,14 @@
 """How a Module is built and who fills its parameters and buffers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.protocols import BaseModel, Module
-from torchtitan.protocols.module import ModuleDict, ModuleList, Sequential
+from torchtitan.protocols.module import ModuleDict, ModuleList, ParamInit, Sequential
 
 
 class Scale(Module):
@@ -65,7 +66,7 @@ def test_module_adds_no_constructor_and_torch_classes_construct_as_ever() -> Non
 
 
 def test_build_hands_over_the_same_param_init() -> None:
-    init = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
+    init: ParamInit = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
     assert Scale.Config(param_init=init).build()._param_init is init
     assert Scale.Config().build()._param_init is None
     assert Wrapped(4, 2)._param_init is None
@@ -134,5 +135,6 @@ def test_a_model_of_foreign_modules_is_refused_with_their_names() -> None:
 
 
 def test_a_model_config_must_answer_the_trainers_questions() -> None:
+    config_class: Any = BaseModel.Config
     with pytest.raises(TypeError, match="abstract"):
-        BaseModel.Config()
+        config_class()

@@ -83,12 +83,12 @@ class FeedForward(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.w1 = config.w1.build()
-        self.w2 = config.w2.build()
-        self.w3 = config.w3.build()
+        # This order is the order of the keys in a checkpoint.
+        self.w1, self.w2, self.w3 = (part.build() for part in (config.w1, config.w2, config.w3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate = F.silu(self.w1(x))
+        return self.w2(gate * self.w3(x))
 
 
 def compute_ffn_hidden_dim(

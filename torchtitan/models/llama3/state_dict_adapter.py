@@ -11,13 +11,25 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.rope import ComplexRoPE
-from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import StateDictAdapter
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 QUERY = "layers.{}.attention.qkv_linear.wq.weight"
 KEY = "layers.{}.attention.qkv_linear.wk.weight"
+
+_IN_A_LAYER = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
 
 
 class Llama3StateDictAdapter(StateDictAdapter):
@@ -25,22 +37,18 @@ class Llama3StateDictAdapter(StateDictAdapter):
 
     from_hf_map: dict[str, str | None] = {
         "model.embed_tokens.weight": EMBEDDING,
-        "model.layers.{}.self_attn.q_proj.weight": QUERY,
-        "model.layers.{}.self_attn.k_proj.weight": KEY,
-        "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attention.qkv_linear.wv.weight",
-        "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attention.wo.weight",
+        **{
+            f"model.layers.{{}}.{theirs}.weight": f"layers.{{}}.{ours}.weight"
+            for theirs, ours in _IN_A_LAYER.items()
+        },
         # Computed from the config, here as there.
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
-        "model.layers.{}.mlp.gate_proj.weight": "layers.{}.feed_forward.w1.weight",
-        "model.layers.{}.mlp.up_proj.weight": "layers.{}.feed_forward.w3.weight",
-        "model.layers.{}.mlp.down_proj.weight": "layers.{}.feed_forward.w2.weight",
-        "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
-        "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
         "model.norm.weight": "norm.weight",
         "lm_head.weight": HEAD,
     }
+    """Their name -> ours, with ``{}`` for the number of a layer; None for what we do not keep."""
 
-    def __init__(self, model_config: Llama3Model.Config, hf_assets_path: str | None) -> None:
+    def __init__(self, model_config: Decoder.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
         self.tied = model_config.enable_weight_tying
         attention = model_config.first_attention

@@ -1,6 +1,7 @@
 """What a back end's name means here, and that the fallback computes attention."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -118,8 +119,9 @@ def test_an_unknown_back_end_is_refused_with_the_choices() -> None:
 
 
 def test_an_inner_attention_without_document_mask_is_a_type_error() -> None:
+    other: Any = ComplexRoPE.Config(dim=8, max_context_length=4)
     with pytest.raises(TypeError, match="no document mask for ComplexRoPE.Config"):
-        build_attention_mask(ComplexRoPE.Config(dim=8, max_context_length=4), torch.arange(4), 4)
+        build_attention_mask(other, torch.arange(4), 4)
 
 
 def test_a_block_mask_can_be_made_without_a_built_model() -> None:

@@ -1,6 +1,7 @@
 """The decoder: packed rows, tied weights, and how its Config meets the job's."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torchtitan.models.common import compute_ffn_hidden_dim, RMSNorm
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import Llama3Model, model_registry
 
-from tests.unit_tests.models.small import ROW_LENGTH, small_config, SMALL_TIED
+from tests.unit_tests.models.small import config_of, ROW_LENGTH, small_config, SMALL_TIED
 
 
 def built(config: Llama3Model.Config | None = None) -> Llama3Model:
@@ -19,7 +20,7 @@ def built(config: Llama3Model.Config | None = None) -> Llama3Model:
     return model
 
 
-def job(**degrees: int) -> SimpleNamespace:
+def job(**degrees: Any) -> SimpleNamespace:
     return SimpleNamespace(parallelism=ParallelismConfig(**degrees))
 
 
@@ -102,14 +103,14 @@ def test_tensor_degree_must_divide_the_heads() -> None:
 
 
 def test_context_parallelism_needs_flex() -> None:
-    config = model_registry("debugmodel", attn_backend="varlen").model
+    config = config_of("debugmodel", "varlen")
     with pytest.raises(ValueError, match="needs the flex attention back end.*varlen"):
         config.update_from_config(config=job(context_parallel_degree=2))
     assert config.first_full_attention_backend == "varlen"
 
 
 def test_rope_caches_are_cut_to_the_jobs_context() -> None:
-    config = model_registry("debugmodel").model
+    config = config_of("debugmodel")
     training = TrainingConfig(max_context_length=64)
     config.update_from_config(
         config=SimpleNamespace(parallelism=ParallelismConfig(), training=training)
@@ -151,7 +152,7 @@ def test_query_and_key_norms_are_applied_where_they_are_asked_for() -> None:
     tokens = torch.arange(8)
     before = model(tokens)
     with torch.no_grad():
-        model.layers["0"].attention.q_norm.weight.mul_(2)
+        model.get_parameter("layers.0.attention.q_norm.weight").mul_(2)
     assert not torch.equal(model(tokens), before)
 
 

@@ -144,6 +144,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_the_configs_own_init_stays_that_of_one_projection() -> None:
     init = trunc_normal(0.02)
     config = small_config().layers[0].attention.qkv_linear
+    assert isinstance(config, FusedQKVLinear.Config)
     config.wqkv.param_init = init
     config.build()
     assert config.wqkv.param_init is init

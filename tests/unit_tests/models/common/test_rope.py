@@ -1,17 +1,19 @@
 """Rotary embedding: relative by construction, scaled as the settings say, one cache for all layers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RoPE
 from torchtitan.models.common.rope import inverse_frequencies
 
 KINDS = [ComplexRoPE, CosSinRoPE]
 
 
-def rope(kind=ComplexRoPE, **settings):
-    return kind.Config(**{"dim": 8, "max_context_length": 32, **settings}).build()
+def rope(kind: type[RoPE] = ComplexRoPE, **settings: Any) -> RoPE:
+    settings = {"dim": 8, "max_context_length": 32, **settings}
+    return kind.Config(**settings).build()
 
 
 @pytest.mark.parametrize("kind", KINDS)

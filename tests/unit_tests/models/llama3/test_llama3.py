@@ -17,6 +17,8 @@ from torchtitan.models.llama3 import (
 )
 from torchtitan.protocols.model import ModelConfigConverter
 
+from tests.unit_tests.models.small import config_of
+
 PARAMETERS = {
     "debugmodel": 6_163_712,
     "jargon": 4_196_608,
@@ -96,7 +98,7 @@ def test_wrapping_the_blocks_leaves_the_checkpoint_keys_alone() -> None:
 
 @pytest.mark.parametrize("flavor", llama3_configs)
 def test_sizes_are_those_of_the_published_models(flavor: str) -> None:
-    config = model_registry(flavor).model
+    config = config_of(flavor)
     with torch.device("meta"):
         model = config.build()
     dim, layers, heads, vocab, tied = SIZES[flavor]
@@ -133,8 +135,9 @@ def test_registry_gives_a_fresh_spec_each_time() -> None:
     assert spec.parallelize_fn is parallelize_llama
     assert spec.state_dict_adapter is Llama3StateDictAdapter
     assert spec.pipelining_fn is None and spec.post_optimizer_build_fn is None
+    assert isinstance(spec.model, Llama3Model.Config)
     spec.model.layers[0].attention.rope.max_context_length = 1
-    assert model_registry("debugmodel").model.max_context_length == 131072
+    assert config_of("debugmodel").max_context_length == 131072
     assert "llama3" in torchtitan.models._supported_models
 
 
@@ -147,9 +150,7 @@ def test_an_unknown_flavor_is_refused_with_the_known_ones() -> None:
 
 def test_back_ends_keep_their_names() -> None:
     def inner(backend: str) -> Configurable.Config:
-        return model_registry(
-            "debugmodel", attn_backend=backend
-        ).model.first_attention.inner_attention
+        return config_of("debugmodel", backend).first_attention.inner_attention
 
     assert inner("flex") == FlexAttention.Config()
     assert inner("flex_flash") == FlexAttention.Config(backend="flex_flash")
@@ -173,6 +174,7 @@ class AddBias(ModelConfigConverter):
 
 def test_converters_change_the_config_before_the_model_is_built() -> None:
     spec = model_registry("debugmodel", converters=[AddBias.Config()])
+    assert isinstance(spec.model, Llama3Model.Config)
     assert spec.model.lm_head.bias and spec.model.layers[0].attention.wo.bias
 
 
@@ -180,6 +182,7 @@ def test_the_spec_leads_to_every_config_of_the_model() -> None:
     spec = model_registry("jargon")
     found = list(spec.traverse(GQAttention.Config))
     assert [fqn for fqn, *_ in found] == [f"model.layers.{i}.attention" for i in range(4)]
+    assert isinstance(spec.model, Llama3Model.Config)
     assert found[2][2] is spec.model.layers[2] and found[2][3] == "attention"
     (fqn, config, parent, field), *_ = spec.traverse(Llama3Model.Config, _prefix="model_spec")
     assert (fqn, config, parent, field) == ("model_spec.model", spec.model, spec, "model")

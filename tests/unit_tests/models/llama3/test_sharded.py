@@ -1,6 +1,7 @@
 """What must not change when a model is cut into shards: its weights, its outputs, its checkpoints."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from torchtitan.protocols import Module
 from tests.ranks.pool import run_on_ranks
 from tests.unit_tests.models.small import SMALL, small_config, SMALL_TIED, UNEVEN
 
+pytestmark = pytest.mark.ranks
+
 FLAVORS = {"even": SMALL, "tied": SMALL_TIED, "uneven": UNEVEN}
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _whole(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     return whole.detach().clone()
 
@@ -40,6 +44,8 @@ def _sharded(flavor: Flavor, world_size: int) -> Llama3Model:
         ac_config=FullAC.Config(),
         dump_folder="",
     )
+    wrapped = [name for name, _ in model.named_modules() if name.endswith("_wrapped_module")]
+    assert wrapped == [f"layers.{i}._checkpoint_wrapped_module" for i in range(flavor.n_layers)]
     model.to_empty(device="cpu")
     torch.manual_seed(7)
     model.init_weights()
@@ -204,7 +210,7 @@ def test_without_activation_checkpointing_blocks_stay_bare(monkeypatch: pytest.M
     )
     monkeypatch.setattr("torchtitan.models.llama3.parallelize.resolve_fsdp_mesh", lambda dims: dims)
     model = small_config().build()
-    dims = SimpleNamespace(pp_enabled=False)
+    dims: Any = SimpleNamespace(pp_enabled=False)
     returned = parallelize_llama(
         model,
         parallel_dims=dims,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 from torchtitan.models.llama3 import Llama3StateDictAdapter, model_registry
 from torchtitan.models.llama3.model import Flavor
@@ -151,7 +152,8 @@ def test_no_index_is_a_warning_and_no_folder_is_silent(
 def test_quantized_files_are_read_as_they_are_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert Path(adapter().get_hf_storage_reader(str(tmp_path)).path) == tmp_path
+    reader = adapter().get_hf_storage_reader(str(tmp_path))
+    assert isinstance(reader, HuggingFaceStorageReader) and Path(reader.path) == tmp_path
     assert not caplog.records
     adapter().get_hf_storage_reader(str(tmp_path), from_quantized=True)
     assert "dequantize" in caplog.text
@@ -161,6 +163,7 @@ def test_the_debug_flavor_round_trips() -> None:
     spec = model_registry("debugmodel")
     model = spec.model.build()
     native = model.state_dict()
+    assert spec.state_dict_adapter is not None
     translate = spec.state_dict_adapter(spec.model, None)
     returned = translate.from_hf(translate.to_hf(native))
     assert all(torch.equal(returned[key], value) for key, value in native.items())
