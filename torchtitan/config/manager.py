@@ -164,9 +164,10 @@ class ConfigManager:
             args=args,
             default=config,
             registry=custom_registry,
-            description=f"{self._early_flags_help()}\n\nThe flags below show the values of this recipe.",
-            # As in our messages and documents; dashes are read just as well.
-            use_underscores=True,
+            description=f"{self._early_flags_help()}\n\nThe flags below show the values of this recipe. "
+            "In their names, dashes and underscores mean the same.",
+            # With underscores in its own names tyro does not find every subcommand that is typed with dashes.
+            use_underscores=False,
             console_outputs=_speaks(),
         )
 

@@ -9,7 +9,6 @@ dotted name and imported by nobody, so a user's own package needs no registratio
 import difflib
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -86,9 +85,11 @@ class RecipeModule:
         )
 
     def recipe_names(self) -> list[str]:
-        """The recipes of the module, sorted: its public callables without arguments
-        that begin with a lower-case letter."""
-        return sorted(name for name, value in vars(self._module).items() if _is_recipe(name, value))
+        """The recipes of the module, sorted: its public functions without required arguments."""
+        module = self._module
+        return sorted(
+            name for name, value in vars(module).items() if _is_recipe(module.__name__, name, value)
+        )
 
     def recipe(self, name: str) -> Callable[[], Any]:
         """The recipe ``name``; raises ``CommandLineValueError`` if there is none."""
@@ -110,11 +111,13 @@ def _is_absent(candidate: str, error: ImportError) -> bool:
     return candidate == error.name or candidate.startswith(f"{error.name}.")
 
 
-def _is_recipe(name: str, value: Any) -> bool:
-    # A module also holds what it imported, such as dataclasses.field: tools that need arguments or that
-    # come with Python.
-    origin = str(getattr(value, "__module__", "")).partition(".")[0]
-    if not name[0].islower() or not callable(value) or origin in sys.stdlib_module_names:
+def _is_recipe(module_name: str, name: str, value: Any) -> bool:
+    if not name[0].islower() or not callable(value):
+        return False
+    # A module also holds the tools that it imported; a recipe comes from the same package.
+    package = module_name.removesuffix(f".{REGISTRY}")
+    origin = getattr(value, "__module__", None) or ""
+    if origin != package and not origin.startswith(f"{package}."):
         return False
     return all(
         parameter.default is not parameter.empty

@@ -83,7 +83,7 @@ class Run(Configurable):
         saver: Saver.Config = field(default_factory=AsyncSaver.Config)
         strict: Strict.Config = field(default_factory=Strict.Config)
         override: OverrideConfig = field(default_factory=OverrideConfig)
-        policy: Policy = field(default_factory=Full.Config)
+        memory_policy: Policy = field(default_factory=Full.Config)
 
     def __init__(self, config: Config) -> None:
         self.config = config
