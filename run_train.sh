@@ -12,6 +12,13 @@
 #   PYTHON           interpreter to start from (default: the first Python >= 3.11 on PATH)
 #   TORCHTITAN_DRY_RUN=1   print the two commands instead of running them
 set -euo pipefail
+# What the user typed; the last line of a run says how to go on with it.
+TORCHTITAN_COMMAND=""
+for name in MODULE CONFIG NGPU LOG_RANK COMM_MODE TORCHRUN_ARGS PYTHON; do
+    if [ -n "${!name:-}" ]; then TORCHTITAN_COMMAND+="$name=$(printf '%q' "${!name}") "; fi
+done
+TORCHTITAN_COMMAND+=$(printf '%q ' "$0" "$@")
+export TORCHTITAN_COMMAND="${TORCHTITAN_COMMAND% }"
 # Recipes name files relative to the repository, so every path on the command line is relative to
 # it as well, wherever this script is called from.
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"

@@ -192,6 +192,13 @@ def test_a_dry_run_prints_both_commands_and_runs_neither(launch: Launcher) -> No
         )
 
 
+def test_a_run_is_told_what_the_user_typed(launch: Launcher) -> None:
+    outcome = launch("run_train.sh", "--a", "two words", NGPU="4", TORCHRUN_ARGS="--max-restarts 3")
+    script = str(launch.folder / "run_train.sh").replace(" ", "\\ ")
+    expected = f"NGPU=4 TORCHRUN_ARGS=--max-restarts\\ 3 {script} --a two\\ words"
+    assert outcome.calls[-1]["environment"]["TORCHTITAN_COMMAND"] == expected
+
+
 def test_a_link_to_the_script_finds_the_repository(launch: Launcher, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(launch.folder / "run_train.sh")
     assert launch("../linked", NGPU="1").calls[-1]["cwd"] == str(launch.folder)
