@@ -58,10 +58,10 @@ def test_the_fallback_gives_outputs_and_gradients_of_plain_attention(
     out = config.build()(*qkv, mask)
     expected = naive_attention(*qkv)
     torch.testing.assert_close(out, expected)
-    upstream = torch.randn_like(out)
+    grad_out = torch.randn_like(out)
     for found, wanted in zip(
-        torch.autograd.grad(out, qkv, upstream),
-        torch.autograd.grad(expected, qkv, upstream),
+        torch.autograd.grad(out, qkv, grad_out),
+        torch.autograd.grad(expected, qkv, grad_out),
         strict=True,
     ):
         torch.testing.assert_close(found, wanted)
