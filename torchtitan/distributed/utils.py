@@ -280,7 +280,7 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     if dist.group.WORLD is not None:
         groups[dist.group.WORLD.group_name] = dist.group.WORLD
     for group in groups.values():
-        pass
+        group.set_timeout(timeout)
 
 
 def clip_grad_norm_(
