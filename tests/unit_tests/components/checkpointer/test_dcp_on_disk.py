@@ -1,0 +1,296 @@
+"""Real checkpoints of one rank: what lies in them, and that a run gets back every bit."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torchtitan.components.checkpointer import dcp
+from torchtitan.components.checkpointer.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointReadError,
+    CheckpointSaveError,
+)
+
+from tests.unit_tests.components.checkpointer.runs import build_run, names, Tiny
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+MODES = ["disabled", "async"]
+FULL = {"last_save_model_only": False}
+
+
+def entries(path: Path) -> dict[str, Any]:
+    return torch_dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def test_the_keys_are_those_that_other_programs_read(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    run.train(1)
+    run.manager.close()
+    step = tmp_path / "checkpoint" / "step-1"
+    assert sorted(entry.name for entry in step.iterdir()) == [".metadata", "__0_0.distcp"]
+    found = entries(step)
+    model = set(Tiny().state_dict())
+    trainable = model - {"seen"}
+    state = {
+        f"optimizer.state.{n}.{s}" for n in trainable for s in ("step", "exp_avg", "exp_avg_sq")
+    }
+    groups = {name for name in found if name.startswith("optimizer.param_groups.")}
+    rest = {"lr_scheduler.last_epoch", "train_state.inner.step", "dataloader.inner.row"}
+    assert set(found) == model | state | groups | rest
+    assert {f"optimizer.param_groups.{name}.initial_lr" for name in trainable} <= groups
+    index = torch_dcp.FileSystemReader(step).read_metadata()
+    key = "optimizer.state.scale.step"
+    assert index.planner_data[key] == ("optimizer", "state.scale.step")
+
+
+def test_plain_dcp_reads_what_was_saved(tmp_path: Path) -> None:
+    run = build_run(tmp_path, async_mode="async")
+    run.train(2)
+    run.manager.close()
+    plain = {"tok_embeddings.weight": torch.zeros(11, 7), "seen": torch.zeros(3, dtype=torch.int64)}
+    torch_dcp.load(plain, checkpoint_id=str(tmp_path / "checkpoint" / "step-2"))
+    assert torch.equal(
+        plain["tok_embeddings.weight"], run.model.tok_embeddings.weight.full_tensor()
+    )
+    assert plain["seen"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_has_every_bit_and_goes_on_as_if_nothing_happened(
+    tmp_path: Path, mode: str
+) -> None:
+    straight = build_run(tmp_path / "straight", async_mode=mode)
+    straight.train(3)
+    at_3 = straight.snapshot()
+    straight.train(6)
+    straight.manager.close()
+    for name in ("step-4", "step-5", "step-6"):
+        (tmp_path / "straight" / "checkpoint" / name).rename(tmp_path / name)
+    resumed = build_run(tmp_path / "straight", async_mode=mode, seed=99)
+    assert resumed.manager.load() is True
+    assert resumed.snapshot() == at_3 and resumed.step == 3
+    resumed.train(6)
+    assert resumed.snapshot() == straight.snapshot()
+    resumed.manager.close()
+
+
+def test_what_changes_after_an_asynchronous_save_does_not_reach_the_file(tmp_path: Path) -> None:
+    run = build_run(tmp_path, async_mode="async")
+    gate = threading.Event()
+
+    class Gated(dcp.DurableFileSystemWriter):
+        def write_data(self, *args: Any) -> Any:
+            assert gate.wait(30)
+            return super().write_data(*args)
+
+    with patch.object(dcp, "DurableFileSystemWriter", Gated):
+        for step in (1, 2):
+            gate.clear()
+            run.train(step, save=False)
+            saved = run.snapshot()
+            run.manager.save(step)
+            run.train(step + 1, save=False)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.add_(100.0)
+                run.model.seen.fill_(-1)
+                for optimizer in run.optimizers:
+                    for state in optimizer.state.values():
+                        state["exp_avg"].fill_(9.0)
+                        state["step"].fill_(77.0)
+            run.progress.values["step"] = run.dataloader.values["row"] = 1000
+            gate.set()
+            run.manager.maybe_wait_for_saving()
+            other = build_run(tmp_path, seed=5, keep_latest_k=0)
+            other.manager.load(step)
+            assert other.snapshot() == saved
+            run.manager.load(step)
+            run.manager._history_settled = True
+    run.manager.close()
+
+
+def test_the_last_save_of_weights_is_never_resumed_from(tmp_path: Path) -> None:
+    run = build_run(tmp_path, export_dtype="bfloat16")
+    run.train(3, last_step=3)
+    run.manager.close()
+    found = entries(tmp_path / "checkpoint" / "step-3")
+    assert set(found) == set(Tiny().state_dict())
+    dtypes = {name: entry.properties.dtype for name, entry in found.items()}
+    assert dtypes.pop("seen") is torch.int64 and set(dtypes.values()) == {torch.bfloat16}
+    resumed = build_run(tmp_path)
+    assert resumed.manager.load() and resumed.step == 2
+    resumed.train(4)
+    resumed.manager.close()
+    assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-4", "superseded"]
+    assert [path.name for path in (tmp_path / "checkpoint/superseded").iterdir()] == ["step-3"]
+
+
+def test_weights_alone_are_taken_from_a_full_checkpoint_of_another_run(tmp_path: Path) -> None:
+    first = build_run(tmp_path / "first")
+    first.train(3)
+    first.manager.close()
+    path = str(tmp_path / "first/checkpoint/step-3")
+    second = build_run(tmp_path / "second", seed=4, initial_load_path=path)
+    assert second.manager.load() and second.step == 0
+    assert torch.equal(second.model.scale.full_tensor(), first.model.scale.full_tensor())
+    third = build_run(
+        tmp_path / "third", seed=4, initial_load_path=path, initial_load_model_only=False
+    )
+    assert third.manager.load() and third.snapshot() == first.snapshot()
+    for run in (second, third):
+        run.manager.close()
+
+
+def test_a_rollback_keeps_the_other_history_aside_and_retention_never_takes_the_new_one(
+    tmp_path: Path,
+) -> None:
+    first = build_run(tmp_path, interval=10, keep_latest_k=0)
+    first.train(30)
+    first.manager.close()
+    assert names(tmp_path) == ["step-10", "step-20", "step-30"]
+    settings = {"interval": 5, "keep_latest_k": 2}
+    second = build_run(tmp_path, **settings)
+    second.manager.load(10)
+    second.train(15)
+    second.manager.close()
+    assert names(tmp_path) == ["step-10", "step-15", "superseded"]
+    third = build_run(tmp_path, **settings)
+    assert third.manager.load() and third.step == 15
+    third.train(30)
+    third.manager.close()
+    assert names(tmp_path) == ["step-25", "step-30", "superseded"]
+    assert sorted(p.name for p in (tmp_path / "checkpoint/superseded").iterdir()) == [
+        "step-20",
+        "step-30",
+    ]
+
+
+def test_the_dead_are_swept_and_strangers_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    for name in ("step-3", "step-50", "step-07", "tmp_step-7", "step-7.bak", "notes"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__0_0.distcp").write_bytes(b"half")
+    (folder / "step-9").write_bytes(b"a file")
+    run = build_run(tmp_path)
+    assert run.manager.load() is False
+    run.train(1)
+    run.manager.close()
+    assert names(tmp_path) == sorted(
+        ["step-07", "tmp_step-7", "step-7.bak", "notes", "step-9", "step-1"]
+    )
+
+
+def test_saving_a_step_again_keeps_the_earlier_one_aside(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    run.train(1)
+    run.train(2, save=False)
+    assert run.manager.save(1) is True
+    run.manager.close()
+    assert names(tmp_path) == ["step-1", "superseded"]
+    assert (tmp_path / "checkpoint/superseded/step-1/.metadata").is_file()
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_all_its_keys(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    run.train(1)
+    run.manager.close()
+    other = build_run(tmp_path, width=6)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        other.manager.load()
+    text = str(caught.value)
+    assert "tok_embeddings.weight (here [11, 6], there [11, 7])" in text
+    assert "optimizer.state.layers.1.weight.exp_avg (here [6, 6], there [7, 7])" in text
+    other.manager.close()
+
+
+@pytest.mark.parametrize("damage", ["truncated data", "missing data", "broken index"])
+def test_damage_is_an_error_that_names_the_checkpoint(tmp_path: Path, damage: str) -> None:
+    run = build_run(tmp_path)
+    run.train(1)
+    run.manager.close()
+    step = tmp_path / "checkpoint/step-1"
+    data = step / "__0_0.distcp"
+    if damage == "truncated data":
+        data.write_bytes(data.read_bytes()[:500])
+    elif damage == "missing data":
+        data.unlink()
+    else:
+        (step / ".metadata").write_bytes(b"junk")
+    again = build_run(tmp_path)
+    with pytest.raises(CheckpointReadError, match=str(step)):
+        again.manager.load()
+    again.manager.close()
+
+
+def test_an_unreadable_newest_is_passed_over_and_moved_aside_by_the_next_save(
+    tmp_path: Path,
+) -> None:
+    run = build_run(tmp_path)
+    run.train(3)
+    run.manager.close()
+    (tmp_path / "checkpoint/step-3/.metadata").write_bytes(b"junk")
+    again = build_run(tmp_path)
+    assert again.manager.load() and again.step == 2
+    again.train(3)
+    again.manager.close()
+    assert (tmp_path / "checkpoint/superseded/step-3/.metadata").read_bytes() == b"junk"
+
+
+def test_the_folder_around_a_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    run.train(1)
+    run.manager.close()
+    path = str(tmp_path / "checkpoint")
+    other = build_run(tmp_path / "other", initial_load_path=path)
+    with pytest.raises(CheckpointReadError, match="step-N directory"):
+        other.manager.load()
+    other.manager.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_folder_that_is_a_file_fails_the_save_and_the_next_one_works(
+    tmp_path: Path, mode: str
+) -> None:
+    run = build_run(tmp_path, async_mode=mode)
+    folder = tmp_path / "checkpoint"
+    folder.write_bytes(b"in the way")
+    with pytest.raises(CheckpointSaveError, match="step 1 to .*checkpoint/step-1"):
+        run.train(1)
+        run.manager.maybe_wait_for_saving()
+    folder.unlink()
+    run.train(2)
+    run.manager.close()
+    assert names(tmp_path) == ["step-2"]
+
+
+def test_only_exports_in_the_folder_is_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    run = build_run(tmp_path, interval=100)
+    run.train(2, last_step=2)
+    run.manager.close()
+    again = build_run(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="initial_load_path="):
+        again.manager.load()
+    again.manager.close()
+
+
+def test_each_save_is_one_line_with_its_size_and_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = build_run(tmp_path, async_mode="async", **FULL)
+    run.train(3, last_step=3)
+    run.manager.close()
+    lines = [r.getMessage() for r in caplog.records if "Saved checkpoint" in r.getMessage()]
+    assert [line.split(":")[0] for line in lines] == [
+        f"Saved checkpoint of step {step}" for step in (1, 2, 3)
+    ]
+    assert all("MiB in" in line and str(tmp_path) in line for line in lines)
+    assert ["training waited" in line for line in lines] == [True, True, False]
+    assert run.manager.newest_checkpoint() == str(tmp_path / "checkpoint/step-3")
