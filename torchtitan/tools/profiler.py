@@ -175,12 +175,13 @@ class Profiler(Configurable):
 
     def step(self) -> None:
         """Tell the recorders that a training step has ended."""
-        if self.torch_profiler is not None:
-            with sl.log_trace_span("kineto_profiler_step_call"):
-                self.torch_profiler.step()
-        if self.memory_profiler is not None:
-            with sl.log_trace_span("memory_profiler_step_call"):
-                self.memory_profiler.step()
+        for span, recorder in (
+            ("kineto_profiler_step_call", self.torch_profiler),
+            ("memory_profiler_step_call", self.memory_profiler),
+        ):
+            if recorder is not None:
+                with sl.log_trace_span(span):
+                    recorder.step()
 
     def build_torch_profiler(
         self, *, global_step: int, base_folder: str, leaf_folder: str

@@ -191,37 +191,47 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
         # Last, and with all parameters: from here on step hooks can be registered on the container.
         Optimizer.__init__(self, all_params, {})
 
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.optimizers)
-
     def __len__(self) -> int:
         return len(self.optimizers)
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self.optimizers
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient, or fill it with zeros when ``set_to_none`` is False."""
+        for inner in self:
+            inner.zero_grad(set_to_none=set_to_none)
 
     # Narrower than torch on purpose: a loss cannot come from several optimizers.
     def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
         """Update every parameter once."""
         assert closure is None, "the container steps several optimizers: a closure cannot serve all"
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient, or fill it with zeros when ``set_to_none`` is False."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+        for inner in self:
+            inner.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The flat state of all optimizers, tensors by reference; creates state that is not there yet."""
+        """The flat state of all optimizers, tensors by reference; creates state that is not there yet.
+
+        Raises ``ValueError`` when parameters of two model parts have one name.
+        """
         merged: dict[str, Any] = {}
-        for optimizer in self.optimizers:
-            init_optim_state(optimizer)
-            merged.update(get_flat_optim_state_dict(optimizer))
+        for inner in self:
+            init_optim_state(inner)
+            flat = get_flat_optim_state_dict(inner)
+            shared = sorted(merged.keys() & flat.keys())
+            if shared:
+                raise ValueError(
+                    f"optimizer state is saved by parameter name, but several model parts have {shared}. "
+                    "Give each parameter a name of its own."
+                )
+            merged.update(flat)
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give each optimizer its part of ``state_dict``; errors as ``load_flat_optim_state_dict``."""
-        for optimizer in self.optimizers:
-            init_optim_state(optimizer)
-            load_flat_optim_state_dict(optimizer, state_dict)
+        for inner in self:
+            init_optim_state(inner)
+            load_flat_optim_state_dict(inner, state_dict)
 
     def init_cache_state_dict(self) -> None:
         """Nothing here: for containers that keep their state dict between saves."""

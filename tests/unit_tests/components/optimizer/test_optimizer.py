@@ -172,6 +172,12 @@ def test_the_state_of_all_parts_is_one_dict_that_loads_back() -> None:
     assert bits_of(merged.state_dict()) == bits_of(saved)
 
 
+def test_parts_that_share_names_cannot_be_saved() -> None:
+    container = default_adamw().build(model_parts=[small_model(), small_model(1)])
+    with pytest.raises(ValueError, match="several model parts have .*param_groups.0.bias.amsgrad"):
+        container.state_dict()
+
+
 def test_a_template_taken_before_any_step_has_the_moments() -> None:
     container = default_adamw().build(model_parts=[small_model()])
     assert "state.2.bias.exp_avg_sq" in container.state_dict()
