@@ -122,47 +122,55 @@ class TrainStep:
                 pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
                 ep_enabled=self.parallel_dims.ep_enabled,
             )
-            self._require_finite(loss, grad_norm)
+            _require_finite(self, loss, grad_norm)
             # A snapshot of the parameters may still be under way; they change from here on.
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
-            self._log_step(loss, local_valid_tokens, global_valid_tokens, grad_norm)
+            _log_step(self, loss, local_valid_tokens, global_valid_tokens, grad_norm)
 
-    def _require_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        finite = (loss.isfinite() & grad_norm.isfinite()).to(torch.int32)
-        for axis in ("loss", "pp"):
-            mesh = self.parallel_dims.get_optional_mesh(axis)
-            if mesh is not None:
-                finite = dist_utils.dist_min_tensor(finite, mesh)
-        # Checked on the device, so that a GPU need not be waited for in every step.
-        torch._assert_async(
-            finite.bool(),
-            f"The loss or the gradient norm of step {self.step} is not finite; the parameters were "
-            "not updated. Resume from an earlier checkpoint with a lower learning rate or other "
-            "data, or find the cause with --debug.detect_anomaly.",
-        )
 
-    def _log_step(
-        self,
-        loss: torch.Tensor,
-        local_valid_tokens: torch.Tensor,
-        global_valid_tokens: torch.Tensor,
-        grad_norm: torch.Tensor,
-    ) -> None:
-        average = largest = loss.item()
-        if self.parallel_dims.dp_cp_enabled:
-            loss_mesh = self.parallel_dims.get_optional_mesh("loss")
-            # A rank's loss is its share of the global mean; over its own tokens it is this much.
-            local_average = loss * global_valid_tokens / local_valid_tokens.clamp(min=1)
-            with sl.log_trace_span("collect_dist_metrics"):
-                average = dist_utils.dist_sum(loss, loss_mesh)
-                largest = dist_utils.dist_max(local_average, loss_mesh)
-        self.metrics_processor.log(
-            self.step,
-            average,
-            largest,
-            grad_norm.item(),
-            extra_metrics={"n_tokens_seen": self.ntokens_seen, **self.lr_schedulers.get_metrics()},
-        )
+# Functions rather than methods: a step must run on anything that has the trainer's attributes.
+
+
+def _require_finite(trainer: TrainStep, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    finite = (loss.isfinite() & grad_norm.isfinite()).to(torch.int32)
+    for axis in ("loss", "pp"):
+        mesh = trainer.parallel_dims.get_optional_mesh(axis)
+        if mesh is not None:
+            finite = dist_utils.dist_min_tensor(finite, mesh)
+    # Checked on the device, so that a GPU need not be waited for in every step.
+    torch._assert_async(
+        finite.bool(),
+        f"The loss or the gradient norm of step {trainer.step} is not finite; the parameters were "
+        "not updated. Resume from an earlier checkpoint with a lower learning rate or other data, "
+        "or find the cause with --debug.detect_anomaly.",
+    )
+
+
+def _log_step(
+    trainer: TrainStep,
+    loss: torch.Tensor,
+    local_valid_tokens: torch.Tensor,
+    global_valid_tokens: torch.Tensor,
+    grad_norm: torch.Tensor,
+) -> None:
+    average = largest = loss.item()
+    if trainer.parallel_dims.dp_cp_enabled:
+        loss_mesh = trainer.parallel_dims.get_optional_mesh("loss")
+        # A rank's loss is its share of the global mean; over its own tokens it is this much.
+        local_average = loss * global_valid_tokens / local_valid_tokens.clamp(min=1)
+        with sl.log_trace_span("collect_dist_metrics"):
+            average = dist_utils.dist_sum(loss, loss_mesh)
+            largest = dist_utils.dist_max(local_average, loss_mesh)
+    trainer.metrics_processor.log(
+        trainer.step,
+        average,
+        largest,
+        grad_norm.item(),
+        extra_metrics={
+            "n_tokens_seen": trainer.ntokens_seen,
+            **trainer.lr_schedulers.get_metrics(),
+        },
+    )

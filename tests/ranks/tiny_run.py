@@ -19,6 +19,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.components.optimizer import default_adamw, LRSchedulersContainer
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
@@ -27,7 +28,7 @@ CONTEXT = 32
 NUM_DOCUMENTS = 23
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """Stands for whatever ends a run in the middle."""
 
 
@@ -69,7 +70,7 @@ class Recorded(Trainer):
 
     def train_step(self, data_iterator: Any) -> None:
         if self.crash_after is not None and self.step > self.crash_after:
-            raise Crash
+            raise CrashError
         if not self.trace.samples:
             self.trace.resumed_from = self.step - 1
         super().train_step(data_iterator)
@@ -138,7 +139,9 @@ def make_config(folder: Path, name: str, **checkpoint: Any) -> Recorded.Config:
     )
     config.metrics.log_freq = 1
     assert config.model_spec is not None
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    model = config.model_spec.model
+    assert isinstance(model, Decoder.Config)
+    model.layers = model.layers[:2]
     return config
 
 
@@ -147,9 +150,10 @@ def run(config: Recorded.Config, *, crash_after: int | None = None) -> Trace:
     trainer = Recorded(config, crash_after=crash_after)
     try:
         trainer._train()
-    except Crash:
+    except CrashError:
         pass
     trainer.close()
+    assert isinstance(trainer.checkpointer, CheckpointManager)
     state = {
         **trainer.checkpointer.states["model"].state_dict(),
         **trainer.optimizers.state_dict(),

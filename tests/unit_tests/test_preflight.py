@@ -1,0 +1,197 @@
+"""Settings that cannot work end with exit code 2 and one message, before anything starts."""
+
+import os
+from pathlib import Path
+
+import pytest
+from torchtitan.models.llama3.config_registry import llama3_jargon
+from torchtitan.preflight import EXIT_CODE, parse_or_exit, problems
+from torchtitan.trainer import Trainer
+
+RECIPE = ["--module", "llama3", "--config", "llama3_jargon"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Trainer.Config:
+    made = llama3_jargon()
+    made.dump_folder = str(tmp_path / "outputs")
+    return made
+
+
+def message_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse_or_exit(args)
+    assert stop.value.code == EXIT_CODE
+    return " ".join(capsys.readouterr().err.split())
+
+
+def checkpoint_files(folder: str, step: int, marker: bool = True) -> Path:
+    path = Path(folder) / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    if marker:
+        (path / ".metadata").write_bytes(b"")
+    return path
+
+
+def test_a_recipe_as_it_stands_has_no_problems_and_nothing_is_written(
+    config: Trainer.Config, tmp_path: Path
+) -> None:
+    assert problems(config, 1) == problems(config, 2) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_violations_of_fields_in_different_sections_come_in_one_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--checkpoint.interval 0 --checkpoint.keep_latest_k 1 --metrics.log_freq 0"
+    message = message_of([*RECIPE, *flags.split(), "--training.max_context_length", "0"], capsys)
+    for part in ("interval", "at least 2", "log_freq", "max_context_length"):
+        assert part in message
+    assert message.startswith("4 settings cannot be used")
+
+
+def test_violations_across_sections_come_in_one_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NGPU", "3")
+    flags = [
+        "--parallelism.data_parallel_shard_degree=2",
+        "--training.num_tokens_per_train_step=1000",
+        f"--hf_assets_path={tmp_path}",
+        "--dataloader.files=missing-*.jsonl",
+        "--checkpoint.load_step=7",
+    ]
+    message = message_of([*RECIPE, *flags], capsys)
+    for part in ("2", "num_tokens_per_train_step", str(tmp_path), "missing-*.jsonl", "load_step=7"):
+        assert part in message
+    assert message.startswith("5 settings cannot be used")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--config", "llama3_jargon"], ["--module", "llama3"], ["--module", "nope", "--config", "x"]],
+)
+def test_a_missing_or_unknown_recipe_ends_with_exit_code_2(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--" in message_of(args, capsys) or "nope" in message_of(args, capsys)
+
+
+def test_an_unknown_flag_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--training.stepz" in message_of([*RECIPE, "--training.stepz", "3"], capsys)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--parallelism.tensor_parallel_degree 2",
+        "--parallelism.pipeline_parallel_degree 2",
+        "--parallelism.context_parallel_degree 2",
+        "--parallelism.expert_parallel_degree 2",
+        "--parallelism.data_parallel_replicate_degree 2",
+        "--compile.enable",
+        "--metrics.enable_wandb",
+        "--checkpoint.last_save_in_hf --checkpoint.last_save_model_only",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.async_mode async_with_pinned_mem",
+        "--checkpoint.folder s3://bucket/run",
+        "--dump_folder memory://run",
+        "--comm.mode local_tensor",
+    ],
+)
+def test_what_is_not_available_is_refused_by_its_flag(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = message_of([*RECIPE, *flags.split()], capsys)
+    assert "not available" in message
+    assert flags.split()[0].split(".")[-1].replace("-", "_") in message.replace("-", "_")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(config: Trainer.Config) -> None:
+    assert config.model_spec is not None
+    model = config.model_spec.model
+    model.vocab_size = 1000  # pyrefly: ignore[missing-attribute]  (a Decoder.Config)
+    [problem] = problems(config, 1)
+    assert "2048 tokens" in problem and "1000" in problem
+
+
+def test_a_batch_that_does_not_divide_is_refused(config: Trainer.Config) -> None:
+    config.training.num_tokens_per_train_step = 3 * 1024
+    [problem] = problems(config, 2)
+    assert "3072" in problem and "2048" in problem
+    assert problems(config, 3) == []
+
+
+def test_a_context_that_does_not_fill_the_microbatch_is_refused(config: Trainer.Config) -> None:
+    config.training.max_context_length = 300
+    assert any(
+        "max_context_length" in problem or "300" in problem for problem in problems(config, 2)
+    )
+
+
+def test_bad_lines_of_a_data_file_are_named(config: Trainer.Config, tmp_path: Path) -> None:
+    corpus = tmp_path / "mine.jsonl"
+    corpus.write_text('{"text": "good"}\nnot json\n{"body": "no text field"}\n')
+    config.dataloader.files = [str(corpus)]  # pyrefly: ignore[missing-attribute]
+    found = " ".join(problems(config, 1))
+    assert f"{corpus}" in found and "2" in found and "3" in found
+
+
+def test_a_dump_folder_below_a_file_is_refused(config: Trainer.Config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config.dump_folder = str(tmp_path / "file" / "run")
+    assert any("--dump_folder" in problem for problem in problems(config, 1))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that root cannot write")
+def test_a_dump_folder_that_nobody_can_write_is_refused(config: Trainer.Config) -> None:
+    config.dump_folder = "/proc/run"
+    assert any("--dump_folder /proc/run" in problem for problem in problems(config, 1))
+
+
+@pytest.mark.parametrize("present", [[], [3], [7]])
+def test_a_load_step_without_a_complete_checkpoint_is_refused(
+    config: Trainer.Config, present: list[int]
+) -> None:
+    for step in present:
+        checkpoint_files(config.dump_folder, step, marker=step != 7)
+    config.checkpoint.load_step = 7
+    [problem] = problems(config, 1)
+    assert "--checkpoint.load_step=7" in problem
+    assert ("[3]" in problem) == (present == [3])
+
+
+def test_a_load_step_below_minus_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "load_step=-2" in message_of([*RECIPE, "--checkpoint.load_step", "-2"], capsys)
+
+
+def test_an_initial_load_path_that_is_no_directory_is_refused(
+    config: Trainer.Config, tmp_path: Path
+) -> None:
+    config.checkpoint.initial_load_path = str(tmp_path / "nothing")
+    [problem] = problems(config, 1)
+    assert str(tmp_path / "nothing") in problem and "step-N" in problem
+
+
+def test_a_seed_checkpoint_needs_checkpoints_and_one_rank(config: Trainer.Config) -> None:
+    config.checkpoint.create_seed_checkpoint = True
+    assert problems(config, 1) == []
+    assert "create_seed_checkpoint" in problems(config, 2)[0]
+    config.checkpoint.enable = False
+    assert "--checkpoint.enable" in problems(config, 1)[0]
+
+
+def test_help_lists_the_flags_and_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_or_exit([*RECIPE, "--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--checkpoint.interval" in printed and "--checkpoint.async-mode" in printed
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1"])
+def test_a_number_of_ranks_that_is_none_is_refused(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NGPU", value)
+    assert f"NGPU='{value}'" in message_of(RECIPE, capsys)
