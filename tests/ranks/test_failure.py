@@ -123,7 +123,7 @@ def test_the_first_error_is_in_every_log_and_all_ranks_end(failing: int) -> None
         assert "_one_raises_while_others_reduce" in end.log
         assert "ValueError: row 7 is broken" in end.log
         assert end.log.count("failed first") == 1
-    assert _seconds(ends) < 15
+    assert _seconds(ends) < 40
 
 
 def test_a_rank_that_is_stuck_logs_the_error_and_is_ended_after_the_grace() -> None:
@@ -132,7 +132,7 @@ def test_a_rank_that_is_stuck_logs_the_error_and_is_ended_after_the_grace() -> N
     assert "rank 1 failed first" in ends[0].log
     assert "did not end within 1 s" in ends[0].log
     assert "_wait_for_ever" in ends[0].detail + ends[0].log
-    assert _seconds(ends) < 10
+    assert _seconds(ends) < 30
 
 
 def test_the_loss_of_the_store_ends_the_ranks_that_are_left() -> None:
@@ -140,7 +140,7 @@ def test_the_loss_of_the_store_ends_the_ranks_that_are_left() -> None:
     assert ends[0].exit_code == -signal.SIGKILL
     assert ends[1].exit_code == 1
     assert "the store of the job does not answer any more" in ends[1].log
-    assert _seconds(ends) < 10
+    assert _seconds(ends) < 30
 
 
 def test_after_a_killed_rank_the_others_end_with_the_broken_connection_in_their_logs() -> None:
@@ -148,7 +148,7 @@ def test_after_a_killed_rank_the_others_end_with_the_broken_connection_in_their_
     for end in (ends[0], ends[2]):
         assert end.how == "raised"
         assert "failed first, at step 3" in end.log
-    assert _seconds(ends) < 20
+    assert _seconds(ends) < 40
 
 
 def test_an_error_that_is_only_an_echo_waits_for_the_cause() -> None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from tests.ranks.pool import end_of_ranks, RanksFailed, run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def _sum_of_ranks(offset: int, *, factor: int = 1) -> int:
     value = torch.tensor(dist.get_rank() * factor + offset)

@@ -165,6 +165,8 @@ def init_distributed(
             "the process group was started before; keeping it with its backend and timeouts"
         )
         return dist.get_world_size()
+    global _store
+    _store = None
     if comm_config.mode in ("fake_backend", "local_tensor"):
         world_size, rank = _simulated_world()
         init_fake_mode(world_size, comm_config.mode, rank=rank)
@@ -186,7 +188,6 @@ def init_distributed(
         world_size=world_size,
         timeout=timeout,
     )
-    global _store
     _store = store
     return world_size
 
