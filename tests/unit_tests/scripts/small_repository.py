@@ -77,7 +77,7 @@ class SmallRepository:
             wheel.writestr(f"{name}-{version}.dist-info/RECORD", "")
 
     def start(self, group: str = "runtime", **environment: str) -> subprocess.Popen[str]:
-        """``setup_env.sh`` in a session of its own, so that it can be killed with its children."""
+        """``setup_env.sh`` in a process group of its own, to be killed with its children."""
         offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self._wheels)}
         # Settings of the machine's own pip must not reach past the folder of wheels.
         offline |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}

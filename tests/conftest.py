@@ -1,0 +1,19 @@
+"""What every test starts from: no settings of a launcher, one thread, the same random examples.
+
+Runs before any test module imports torch, which reads the number of threads once.
+"""
+
+import os
+
+from hypothesis import settings
+
+# Left in a shell by an earlier run, any of these would turn a test into another one.
+for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NGPU", "LOG_RANK", "MODULE", "CONFIG"):
+    os.environ.pop(_name, None)
+for _name in ("COMM_MODE", "TORCHRUN_ARGS", "TORCHTITAN_COMMAND", "TORCHTITAN_DRY_RUN"):
+    os.environ.pop(_name, None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A failure seen once has to be seen again, and a loaded machine is no failure.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.load_profile("steady")
