@@ -9,6 +9,7 @@ A checkpoint is taken after the update and before validation, so it holds exactl
 step starts from.
 """
 
+import dataclasses
 import json
 import os
 import time
@@ -261,7 +262,12 @@ class Trainer(TrainStep, Stateful, Configurable):
         )
         formats = config.checkpoint.last_save_in_hf, config.checkpoint.initial_load_in_hf
         adapter = spec.state_dict_adapter if any(formats) else None
-        self.checkpointer = config.checkpoint.build(
+        checkpoint = config.checkpoint
+        if config.comm.mode != "default" and checkpoint.enable:
+            # One process plays one rank of many: what it would save is not what a run computes.
+            logger.info(f"Checkpoints are off, because --comm.mode is {config.comm.mode}")
+            checkpoint = dataclasses.replace(checkpoint, enable=False)
+        self.checkpointer = checkpoint.build(
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,

@@ -213,7 +213,8 @@ class MetricsProcessor(Configurable):
         self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_POINTS)
 
     def should_log(self, step: int) -> bool:
-        return step == 1 or step % self.config.log_freq == 0
+        """True for the first step, every ``log_freq``-th one, and the last one of the run."""
+        return step in (1, self.total_steps) or step % self.config.log_freq == 0
 
     def log(
         self,

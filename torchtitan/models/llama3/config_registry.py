@@ -38,7 +38,6 @@ def llama3_jargon() -> Trainer.Config:
         ),
         training=TrainingConfig(
             num_tokens_per_microbatch_per_dp_rank=4 * 256,
-            num_tokens_per_train_step=8 * 256,
             max_context_length=256,
             steps=200,
             # bfloat16 is emulated on most CPUs, at a tenth of the speed.
