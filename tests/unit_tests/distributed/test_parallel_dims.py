@@ -1,11 +1,12 @@
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torchtitan.config import CommConfig, ParallelismConfig
 from torchtitan.distributed.parallel_dims import ParallelDims, problems
-from torchtitan.distributed.utils import init_distributed, init_fake_mode
+from torchtitan.distributed.utils import init_distributed, init_fake_mode, set_pg_timeouts
 
 
 @pytest.fixture
@@ -74,6 +75,7 @@ def test_eight_simulated_ranks_have_every_mesh() -> None:
         dims.get_mesh(["pp", "fsdp", "tp"]).mesh.tolist() == torch.arange(8).view(2, 2, 2).tolist()
     )
     assert dims.get_mesh("efsdp").size() == 2
+    set_pg_timeouts(timedelta(seconds=1), dims)
 
 
 @pytest.mark.usefixtures("fake_ranks")
