@@ -10,8 +10,9 @@ empty one: an inherited ``Config`` builds the class that declared it.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from torchtitan.config.violations import collecting
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 
@@ -28,7 +29,7 @@ class Configurable:
         def build(self, **kwargs: Any) -> Any:
             """Make an object of the class this config belongs to, from a shallow copy of the config.
 
-            The copy runs ``__post_init__`` again. Raises ``NotImplementedError`` for a config that
+            The copy is checked again. Raises ``NotImplementedError`` for a config that
             belongs to no class and ``ValueError`` when a keyword bears the name of a setting.
             """
             owner = self._owner
@@ -45,7 +46,16 @@ class Configurable:
                     "the config. Set them on the config before building."
                 )
             with sl.log_trace_span(f"{type(self).__qualname__}.build"):
-                return owner(config=replace(self), **kwargs)
+                return owner(config=self._checked_copy(), **kwargs)
+
+        def _checked_copy(self) -> Self:
+            # Settings may have been changed since they were checked, so the copy checks them again;
+            # what its checks merely warn about was said when the config was made.
+            with collecting() as found:
+                copied = replace(self)
+            if found:
+                raise ValueError("\n".join(found))
+            return copied
 
         def to_dict(self) -> dict[str, Any]:
             """The settings as plain values that ``json.dumps`` accepts; private fields are left out."""
