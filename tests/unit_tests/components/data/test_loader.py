@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.components.data import GrainDataLoader, IndexedJsonlSource, SingleDatasetConfig
+from torchtitan.components.data import (
+    GrainDataLoader,
+    IndexedJsonlSource,
+    SingleDatasetConfig,
+    TextSequence,
+)
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.unit_tests.components.data.conftest import ROW_LENGTH
@@ -222,6 +227,7 @@ def test_closing_ends_all_threads(make_loader: MakeLoader) -> None:
     def reading() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
+    held = []
     open_loader = make_loader(num_prefetch_batches=2)
     take([open_loader], 1)
     assert len(reading()) == 1
@@ -229,6 +235,8 @@ def test_closing_ends_all_threads(make_loader: MakeLoader) -> None:
     for _ in range(20):
         loader = make_loader(num_prefetch_batches=2)
         take([loader], 1)
+        # Held here, so that it is not its destruction that ends the thread.
+        held.append(loader._read_ahead)
         loader.close()
         loader.close()
     assert reading() == []
@@ -239,23 +247,24 @@ def test_closing_ends_all_threads(make_loader: MakeLoader) -> None:
 def test_a_row_that_fails_is_raised_and_met_again(
     make_loader: MakeLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    straight = take([make_loader()], 3)
-    loader = make_loader(num_prefetch_batches=2)
+    straight = take([make_loader()], 6)
+    loader = make_loader(rows=2, num_prefetch_batches=2)
     row_at = loader._rows.row_at
-    failing = {1}
+    # The second row of the second microbatch: the first one was read by then.
+    failing = {3}
 
-    def row_or_error(position: int):
+    def row_or_error(position: int) -> TextSequence:
         if position in failing:
             raise OSError("disk gone")
         return row_at(position)
 
     monkeypatch.setattr(loader._rows, "row_at", row_or_error)
-    assert take([loader], 1) == straight[:1]
+    assert take([loader], 1) == straight[:2]
     with pytest.raises(OSError, match="disk gone"):
         next(loader)
-    assert loader.state_dict()["next_row"] == 1
+    assert loader.state_dict()["next_row"] == 2
     failing.clear()
-    assert take([loader], 2) == straight[1:]
+    assert take([loader], 2) == straight[2:]
 
 
 def test_ids_beyond_the_vocabulary_are_refused(

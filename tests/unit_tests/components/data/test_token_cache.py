@@ -108,7 +108,7 @@ def test_large_ids_are_kept(tmp_path: Path) -> None:
     assert store.tokens.tolist() == [1, 128_255]
 
 
-def _truncate(name: str):
+def _truncate(name: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         with (folder / name).open("r+b") as file:
             file.truncate(file.seek(0, 2) - 1)
@@ -116,7 +116,15 @@ def _truncate(name: str):
     return damage
 
 
-def _change_header(**values: object):
+def _lengthen(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.write(bytes(2))
+
+    return damage
+
+
+def _change_header(**values: object) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         header = json.loads((folder / "header.json").read_text())
         (folder / "header.json").write_text(json.dumps(header | values))
@@ -130,6 +138,7 @@ def _change_header(**values: object):
         _truncate("tokens.bin"),
         _truncate("starts.bin"),
         _truncate("header.json"),
+        _lengthen("tokens.bin"),
         lambda folder: (folder / "header.json").unlink(),
         lambda folder: (folder / "tokens.bin").unlink(),
         lambda folder: (folder / "starts.bin").write_bytes(bytes(32)),
@@ -141,6 +150,7 @@ def _change_header(**values: object):
         "short tokens",
         "short starts",
         "short header",
+        "long tokens",
         "no header",
         "no tokens",
         "zeroed starts",
@@ -150,7 +160,7 @@ def _change_header(**values: object):
     ],
 )
 def test_a_damaged_cache_is_said_and_made_anew(
-    tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     open_or_build(tmp_path, "key", DTYPE, documents)
     damage(tmp_path / "tokens/key")
