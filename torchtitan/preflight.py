@@ -33,6 +33,7 @@ from torchtitan.components.loss import BaseLoss
 from torchtitan.config import ConfigManager
 from torchtitan.distributed.parallel_dims import problems as parallel_problems
 from torchtitan.tools import filesystem
+from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 EXIT_CODE = 2
@@ -115,7 +116,11 @@ def _not_available(config: Trainer.Config) -> Iterator[str]:
             )
     unavailable = {
         "--compile.enable": config.compile.enable,
+        "--compile.enable-async-tensor-parallel": config.compile.enable_async_tensor_parallel,
         "--parallelism.enable-fsdp-symm-mem": parallelism.enable_fsdp_symm_mem,
+        "--parallelism.num-pp-microbatches": parallelism.num_pp_microbatches > 1,
+        "--parallelism.module-fqns-per-model-part": bool(parallelism.module_fqns_per_model_part),
+        "--debug.moe-force-load-balance": config.debug.moe_force_load_balance,
         "--checkpoint.last-save-in-hf": checkpoint.last_save_in_hf,
         "--checkpoint.initial-load-in-hf": checkpoint.initial_load_in_hf,
         "--metrics.enable-wandb": config.metrics.enable_wandb,
@@ -123,6 +128,11 @@ def _not_available(config: Trainer.Config) -> Iterator[str]:
     for flag, is_on in unavailable.items():
         if is_on:
             yield f"{flag} is not available yet; leave it out."
+    if config.training.enable_cpu_offload and device_type == "cpu":
+        yield (
+            "--training.enable_cpu_offload moves parameters from an accelerator to the CPU, but "
+            "this machine has no accelerator; leave it out."
+        )
     mode = getattr(checkpoint, "async_mode", "disabled")
     if mode == "async_with_pinned_mem":
         yield (
