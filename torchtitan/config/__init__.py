@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 
-TORCH_DTYPE_MAP = {
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
-
-# After the map, so that a module of this package could use it.
-from torchtitan.config.configs import (  # noqa: E402
+from torchtitan.config.configs import (
     CommConfig,
     CompileConfig,
     DebugConfig,
@@ -23,15 +16,15 @@ from torchtitan.config.configs import (  # noqa: E402
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.config.configurable import Configurable  # noqa: E402
-from torchtitan.config.function import Function  # noqa: E402
-from torchtitan.config.override import (  # noqa: E402
-    apply_overrides,
-    clear_overrides,
-    derive,
-    Override,
-    override,
-)
+from torchtitan.config.configurable import Configurable
+from torchtitan.config.function import Function
+from torchtitan.config.override import apply_overrides, clear_overrides, derive, Override, override
+
+TORCH_DTYPE_MAP = {
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 __all__ = [
     "CommConfig",

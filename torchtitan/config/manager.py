@@ -201,7 +201,7 @@ class ConfigManager:
                 "from there; set --hf_assets_path if this run needs them."
             )
         elif path.endswith("tokenizer.model"):
-            raise Exception(  # noqa: B904,TRY002
+            raise Exception(
                 f"hf_assets_path is {path}, a tokenizer file of the old kind. "
                 "Set --hf_assets_path to the folder that holds tokenizer.json."
             )

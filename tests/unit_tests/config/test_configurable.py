@@ -111,8 +111,9 @@ def test_a_config_with_positional_settings_is_refused():
 
 
 def test_a_misspelt_setting_is_an_error():
+    config: Any = Leaf.Config()
     with pytest.raises(AttributeError):
-        Leaf.Config().sise = 3  # pyrefly: ignore[missing-attribute]
+        config.sise = 3
 
 
 def test_to_dict_survives_json_whatever_it_holds(caplog: pytest.LogCaptureFixture):
