@@ -24,7 +24,11 @@ from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
-from torchtitan.components.checkpointer.errors import CheckpointReadError, CheckpointSaveError
+from torchtitan.components.checkpointer.errors import (
+    cause_of,
+    CheckpointReadError,
+    CheckpointSaveError,
+)
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
@@ -305,7 +309,7 @@ class CheckpointManager(BaseCheckpointManager):
             self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
         except dcp.CheckpointException as error:
             raise CheckpointReadError(
-                f"Could not read the checkpoint {source.path}: {error}. If it is damaged, move it "
+                f"Could not read the checkpoint {source.path}: {cause_of(error)}. If it is damaged, move it "
                 "away and start again to resume from the one before it."
             ) from error
         GarbageCollection.collect("after loading a checkpoint")
@@ -353,6 +357,6 @@ class CheckpointManager(BaseCheckpointManager):
 
 def _save_error(step: int, path: str, error: BaseException) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"Saving the checkpoint of step {step} to {path} failed: {error}. Older checkpoints are "
+        f"Saving the checkpoint of step {step} to {path} failed: {cause_of(error)}. Older checkpoints are "
         "untouched; what was written of this one never counts as a checkpoint."
     )

@@ -32,3 +32,11 @@ class CheckpointReadError(CheckpointError):
 
 class CheckpointSaveError(CheckpointError):
     """A save did not become durable; older checkpoints are untouched."""
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong, in short: DCP's error holds that of each rank that failed, with its stack."""
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, dict) or not failures:
+        return repr(error)
+    return "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(failures.items()))

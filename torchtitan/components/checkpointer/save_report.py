@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from torchtitan.components.checkpointer.errors import cause_of
 from torchtitan.components.checkpointer.storage import MovingStorage
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
@@ -47,7 +48,7 @@ class SaveReport:
                 self._succeeded("async")
             else:
                 logger.error(
-                    f"The background save of step {self.step} to {self.path} failed: {error!r}. "
+                    f"The background save of step {self.step} to {self.path} failed: {cause_of(error)}. "
                     "Training goes on; the next save or the end of the run raises this."
                 )
 
