@@ -1,0 +1,197 @@
+"""Two real ranks save and load together, on any number of ranks, and training never waits twice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import dcp_index
+from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
+from torchtitan.components.checkpointer.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+
+from tests.ranks.pool import run_on_ranks
+from tests.unit_tests.components.checkpointer.runs import build_run, names
+
+pytestmark = pytest.mark.ranks
+
+
+def save_steps(folder: Path, until: int, settings: dict[str, Any]) -> dict[str, Any]:
+    run = build_run(folder, **settings)
+    run.train(until)
+    run.manager.close()
+    return run.snapshot()
+
+
+def load_step(folder: Path, step: int = -1, settings: dict[str, Any] | None = None) -> Any:
+    run = build_run(folder, seed=77, **(settings or {}))
+    assert run.manager.load(step)
+    loaded = run.snapshot()
+    run.manager.close()
+    return loaded
+
+
+def resume_and_go_on(folder: Path, until: int, settings: dict[str, Any]) -> Any:
+    run = build_run(folder, seed=77, **settings)
+    assert run.manager.load()
+    begun_at = run.step
+    run.train(until)
+    run.manager.close()
+    return begun_at, run.snapshot()
+
+
+def straight(folder: Path, until: int) -> Any:
+    run = build_run(folder)
+    run.train(until, save=False)
+    run.manager.close()
+    return run.snapshot()
+
+
+def reduce_after_each_save(folder: Path) -> list[float]:
+    run = build_run(folder, async_mode="async", keep_latest_k=2)
+    sums = []
+    for step in range(1, 9):
+        run.train(step)
+        value = torch.full((1000,), float(step + dist.get_rank()))
+        dist.all_reduce(value)
+        sums.append(float(value[0]))
+    run.manager.close()
+    return sums
+
+
+def save_then_change(folder: Path) -> bool:
+    """Whether each of two saves holds what was there when it was called, on every rank."""
+    run = build_run(folder, async_mode="async")
+    run.train(2, save=False)
+    snapshots = []
+    for step in (2, 3):
+        snapshots.append(run.snapshot())
+        run.manager.save(step)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(-1.0)
+            for optimizer in run.optimizers:
+                for state in optimizer.state.values():
+                    state["exp_avg_sq"].add_(5.0)
+        run.progress.values["step"] = 3
+    run.manager.maybe_wait_for_saving()
+    other = build_run(folder, keep_latest_k=0, seed=8)
+    for step, snapshot in zip((2, 3), snapshots, strict=True):
+        other.manager.load(step)
+        assert other.snapshot() == snapshot
+    run.manager.close()
+    return snapshots[0] != snapshots[1]
+
+
+def error_of_load(folder: Path, step: int, width: int, mode: str) -> tuple[str, str]:
+    run = build_run(folder, width=width, async_mode=mode)
+    try:
+        run.manager.load(step)
+    except CheckpointError as error:
+        run.manager.close()
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def see_different_disks(folder: Path) -> Any:
+    """Rank 1 sees an empty folder and cannot read an index, as on a slow network disk."""
+    run = build_run(folder, async_mode="async", keep_latest_k=2)
+    if dist.get_rank() == 1:
+        run.manager._storage.isdir = lambda path: False  # pyrefly: ignore[missing-attribute]
+
+        def read_index(path: str) -> Any:
+            raise dcp_index.CheckpointReadError("rank 1 sees no index")
+
+        dcp_index.read_index = read_index
+    assert run.manager.load()
+    begun_at = run.step
+    run.train(begun_at + 2)
+    run.manager.close()
+    return begun_at
+
+
+def decide(what: str) -> Any:
+    """Rank 0 decides; what the others would have decided is never asked."""
+
+    class Unpicklable(Exception):
+        pass
+
+    def on_rank_0() -> str:
+        assert dist.get_rank() == 0
+        if what == "error":
+            raise CheckpointNotFoundError("not there")
+        if what == "unpicklable":
+            raise Unpicklable("local class")
+        return what
+
+    try:
+        return rank_zero_decides(on_rank_0), gather(dist.get_rank())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("before,after,mode", [(2, 1, "async"), (1, 2, "disabled")])
+def test_every_bit_comes_back_on_any_number_of_ranks(
+    tmp_path: Path, before: int, after: int, mode: str
+) -> None:
+    saved = run_on_ranks(before, save_steps, tmp_path, 3, {"async_mode": mode})
+    loaded = run_on_ranks(after, load_step, tmp_path)
+    assert all(snapshot == saved[0] for snapshot in saved + loaded)
+    files = {entry.name for entry in (tmp_path / "checkpoint/step-3").iterdir()}
+    assert files == {".metadata", *(f"__{rank}_0.distcp" for rank in range(before))}
+
+
+def test_a_resumed_run_equals_the_one_that_was_never_stopped(tmp_path: Path) -> None:
+    settings = {"async_mode": "async", "interval": 2}
+    run_on_ranks(2, save_steps, tmp_path / "stopped", 5, settings)
+    resumed = run_on_ranks(2, resume_and_go_on, tmp_path / "stopped", 7, settings)
+    assert [begun_at for begun_at, _ in resumed] == [4, 4]
+    assert resumed[0][1] == run_on_ranks(2, straight, tmp_path / "straight", 7)[0]
+
+
+def test_training_s_collectives_and_those_of_a_save_never_meet(tmp_path: Path) -> None:
+    sums = run_on_ranks(2, reduce_after_each_save, tmp_path)
+    assert sums == [[2.0 * step + 1 for step in range(1, 9)]] * 2
+    assert names(tmp_path) == ["step-7", "step-8"]
+
+
+def test_what_changes_after_an_asynchronous_save_reaches_the_next_one_only(
+    tmp_path: Path,
+) -> None:
+    assert run_on_ranks(2, save_then_change, tmp_path) == [True, True]
+
+
+def test_another_model_is_one_error_with_every_key_on_every_rank(tmp_path: Path) -> None:
+    run_on_ranks(2, save_steps, tmp_path, 1, {})
+    answers = run_on_ranks(2, error_of_load, tmp_path, -1, 5, "async")
+    assert answers[0] == answers[1]
+    name, text = answers[0]
+    assert name == CheckpointMismatchError.__name__
+    assert "tok_embeddings.weight (here [11, 5], there [11, 7])" in text
+    assert "optimizer.state.layers.0.bias.exp_avg_sq (here [5], there [7])" in text
+
+
+def test_a_step_that_is_missing_names_the_flag_on_every_rank(tmp_path: Path) -> None:
+    run_on_ranks(2, save_steps, tmp_path, 2, {})
+    answers = run_on_ranks(2, error_of_load, tmp_path, 9, 7, "disabled")
+    for name, text in answers:
+        assert name == CheckpointNotFoundError.__name__
+        assert "--checkpoint.load_step=9" in text and "[1, 2]" in text
+
+
+def test_a_rank_that_sees_another_disk_follows_rank_0(tmp_path: Path) -> None:
+    run_on_ranks(2, save_steps, tmp_path, 2, {})
+    assert run_on_ranks(2, see_different_disks, tmp_path, timeout_seconds=30) == [2, 2]
+    assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_only_rank_0_decides_and_what_it_raises_everyone_raises() -> None:
+    assert run_on_ranks(2, decide, "step 4") == [("step 4", [0, 1])] * 2
+    assert run_on_ranks(2, decide, "error") == [("CheckpointNotFoundError", "not there")] * 2
+    first, second = run_on_ranks(2, decide, "unpicklable")
+    assert first == ("Unpicklable", "local class")
+    assert second == ("RuntimeError", "Unpicklable on rank 0: local class")

@@ -1,0 +1,154 @@
+"""The staged copy is of now and of its own; the bytes are durable before the marker names them."""
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor, Shard
+from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
+
+
+def storages(state: dict[str, Any]) -> dict[str, int]:
+    return {name: value.untyped_storage().data_ptr() for name, value in state.items()}
+
+
+def test_memory_is_kept_from_one_save_to_the_next_and_holds_the_values_of_now() -> None:
+    stager, live = CopyingStager(), {"x": torch.zeros(1000), "n": torch.tensor(3)}
+    first = stager.stage(live)
+    kept = storages(first)
+    live["x"].fill_(2.0)
+    assert first["x"].sum() == 0
+    del first
+    second = stager.stage(live)
+    assert storages(second) == kept and second["x"].sum() == 2000
+    live["x"].fill_(9.0)
+    assert second["x"].sum() == 2000
+    stager.close()
+
+
+def test_a_tensor_that_was_replaced_is_never_staged_from_the_old_copy() -> None:
+    stager, live = CopyingStager(), {"x": torch.zeros(100)}
+    stager.stage(live)
+    for value in range(1, 50):
+        # The allocator hands out the memory of the one before again.
+        live["x"] = torch.full((100,), float(value))
+        assert stager.stage(live)["x"].unique().tolist() == [value]
+    stager.close()
+
+
+def test_copies_of_tensors_that_are_gone_are_given_back() -> None:
+    stager = CopyingStager()
+    for size in range(1, 40):
+        stager.stage({"x": torch.zeros(size)})
+    gc.collect()
+    assert len(stager._stager._state_dict_stager._cached_storage_mapping) <= 1
+    stager.close()
+
+
+def test_entries_come_go_and_change_their_shape_and_dtype() -> None:
+    stager, x = CopyingStager(), torch.arange(6.0)
+    for live in (
+        {"x": x},
+        {"x": x.view(2, 3), "y": torch.ones(2)},
+        {"y": torch.ones(4, dtype=torch.int64)},
+        {"x": x[::2], "y": x[3:]},
+    ):
+        staged = stager.stage(live)
+        assert staged.keys() == live.keys()
+        assert all(torch.equal(staged[name], live[name]) for name in live)
+        assert not set(storages(staged).values()) & set(storages(live).values())
+    stager.close()
+
+
+def test_tied_weights_stay_tied_and_are_copied_once() -> None:
+    stager, weight = CopyingStager(), torch.ones(8)
+    staged = stager.stage({"a": weight, "b": weight, "view": weight[2:]})
+    assert len(set(storages(staged).values())) == 1
+    other = torch.zeros(8)
+    staged = stager.stage({"a": weight, "b": other})
+    assert staged["a"].sum() == 8 and staged["b"].sum() == 0
+    stager.close()
+
+
+def test_plain_values_are_copied_to_the_last_list() -> None:
+    stager, inner = CopyingStager(), {"rows": [1, [2, {"deep": 3}]], "pair": (1, [2])}
+    staged = stager.stage({"data": inner})
+    inner["rows"][1][1]["deep"] = 99
+    inner["pair"][1].append(99)
+    assert staged["data"] == {"rows": [1, [2, {"deep": 3}]], "pair": (1, [2])}
+    stager.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_tensors_get_memory_of_their_own_and_keep_their_mesh() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    live = {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}
+    stager = CopyingStager()
+    for value in (1.0, 2.0):
+        live["w"].to_local().fill_(value)
+        staged = stager.stage(live)
+        live["w"].to_local().fill_(-1.0)
+        assert staged["w"].to_local().unique().tolist() == [value]
+        assert staged["w"].placements == live["w"].placements
+        assert staged["w"].device_mesh == mesh
+    stager.close()
+
+
+def test_parameters_that_need_gradients_are_staged_without_them() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    staged = CopyingStager().stage({"p": parameter})
+    assert torch.equal(staged["p"], torch.ones(2))
+
+
+def events_of_a_save(path: Path) -> list[str]:
+    """Each rename and sync of one save, in order, with paths below ``path``."""
+    found: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def name(target: Any) -> str:
+        return os.path.relpath(os.path.realpath(target), path)
+
+    def recorded_fsync(descriptor: int) -> None:
+        found.append(f"sync {name(f'/proc/self/fd/{descriptor}')}")
+        fsync(descriptor)
+
+    def recorded_rename(source: Path, target: Path) -> Path:
+        found.append(f"rename {name(source)} {name(target)}")
+        return rename(source, target)
+
+    writer = DurableFileSystemWriter(str(path / "new/checkpoint/step-1"))
+    with patch.object(os, "fsync", recorded_fsync), patch.object(Path, "rename", recorded_rename):
+        torch_dcp.save(
+            {"w": torch.ones(3)}, storage_writer=writer, checkpoint_id=writer.path, no_dist=True
+        )
+    return found
+
+
+def test_every_name_is_durable_before_the_one_that_relies_on_it(tmp_path: Path) -> None:
+    step = "new/checkpoint/step-1"
+    events = events_of_a_save(tmp_path)
+    order = [
+        "sync .",  # names new
+        "sync new",  # names checkpoint
+        "sync new/checkpoint",  # names step-1
+        f"sync {step}/__0_0.distcp",
+        f"sync {step}",  # names the data file
+        f"sync {step}/.metadata.tmp",
+        f"rename {step}/.metadata.tmp {step}/.metadata",
+        f"sync {step}",  # names .metadata
+        "sync new/checkpoint",
+    ]
+    assert events == order
+
+
+def test_a_writer_without_a_kept_stager_stages_as_dcp_does(tmp_path: Path) -> None:
+    live = {"w": torch.ones(3)}
+    staged = DurableFileSystemWriter(str(tmp_path)).stage(live)
+    live["w"].fill_(0)
+    assert staged["w"].tolist() == [1, 1, 1]

@@ -1,0 +1,64 @@
+import threading
+from concurrent.futures import Future
+from unittest.mock import patch
+
+import pytest
+from torchtitan.components.checkpointer import save_report
+from torchtitan.components.checkpointer.save_report import SaveReport
+
+from tests.unit_tests.components.checkpointer.fakes import folder_of
+
+SCALAR = "train.checkpoint_write.native_dcp.execute.{}_total.latency_ms"
+
+
+def report(*, background: bool = True, is_speaker: bool = True) -> SaveReport:
+    storage = folder_of("step-7")
+    return SaveReport(7, "/run/step-7", storage, background=background, is_speaker=is_speaker)
+
+
+def finished(error: Exception | None = None) -> "Future[None]":
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
+
+
+def test_whoever_is_first_reports_and_the_others_are_silent() -> None:
+    one, future = report(), finished()
+    with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl") as sl:
+        threads = [threading.Thread(target=one.completed, args=(future,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    logger.info.assert_called_once()
+    ((scalars,),) = [call.args for call in sl.log_trace_scalar.call_args_list]
+    ((name, value),) = scalars.items()
+    assert name == SCALAR.format("async") and value >= 0
+
+
+def test_a_failure_names_step_path_and_error_and_counts_no_time() -> None:
+    with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl") as sl:
+        report().completed(finished(OSError("disk full")))
+    (text,) = logger.error.call_args.args
+    assert "step 7" in text and "/run/step-7" in text and "disk full" in text
+    logger.info.assert_not_called()
+    sl.log_trace_scalar.assert_not_called()
+
+
+@pytest.mark.parametrize("is_speaker", [True, False])
+def test_every_rank_measures_and_one_speaks(is_speaker: bool) -> None:
+    with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl") as sl:
+        report(background=False, is_speaker=is_speaker).completed_now()
+    assert list(sl.log_trace_scalar.call_args.args[0]) == [SCALAR.format("sync")]
+    assert logger.info.call_count == int(is_speaker)
+
+
+def test_a_checkpoint_that_is_gone_already_has_no_size_and_is_no_error() -> None:
+    one = report()
+    with patch.object(one._storage, "size_bytes", side_effect=FileNotFoundError("gone")):
+        with patch.object(save_report, "logger") as logger:
+            one.completed(finished())
+    assert "unknown size" in logger.info.call_args.args[0]
