@@ -84,11 +84,6 @@ def test_a_field_without_files_is_refused() -> None:
         GrainDataLoader.Config(dataset=packed_text(["x.jsonl"]), text_field="body")
 
 
-def test_a_recipe_without_a_loader_is_refused() -> None:
-    (problem,) = BaseDataLoader.Config().check(max_context_length=8, num_tokens_per_batch=8)
-    assert problem.startswith("no data loader")
-
-
 def test_no_data_at_all_is_refused() -> None:
     assert any("Give --dataloader.files" in found for found in problems(GrainDataLoader.Config()))
 
