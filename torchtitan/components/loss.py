@@ -324,11 +324,10 @@ def _chunks(
 def _whole_parameters(lm_head: nn.Module) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
     """Give a way to apply ``lm_head`` any number of times while its parameters are whole.
 
-    FSDP's hooks gather parameters before a call of a module and reduce gradients in its backward pass:
-    one gather and one reduction per chunk. Worse, ``lm_head`` shares a group with ``norm``, and
-    without a backward pass (validation) the group would go on waiting for the call of ``norm``; the next
-    training step then gets wrong gradients. So the hooks are left out: gather once, and let the
-    gradients be reduced with those of ``norm`` when the backward pass comes there.
+    FSDP's hooks would gather the parameters for each chunk and free them after it. They also count calls:
+    ``lm_head`` shares a group with ``norm``, whose second call never comes, so after a validation the
+    group would stay gathered and in the middle of a pass. So the hooks are left out: gather once, and let
+    the gradients be reduced with those of ``norm`` when the backward pass comes there.
     """
     if not isinstance(lm_head, FSDPModule):
         yield lm_head

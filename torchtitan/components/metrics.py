@@ -84,7 +84,7 @@ class TensorBoardLogger(BaseLogger):
             self._writer.add_scalar(
                 name if self._tag is None else f"{self._tag}/{name}", value, step
             )
-        # The writer holds back up to two minutes, which a killed run would lose.
+        # A thread writes, on some file systems only when told to: a killed run must not lose this.
         self._writer.flush()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Losses are sums over valid tokens, and the chunked one is the plain one in value and gradient."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torchtitan.components.loss import (
     BaseLoss,
     ChunkedLossWrapper,
@@ -125,6 +126,9 @@ def run(num_chunks: int, steps: int = 2, **kwargs: Any) -> list[torch.Tensor]:
             found.append(loss.detach())
         with torch.no_grad():
             found.append(loss_fn(model(tokens), labels)[0])
+        if num_chunks:
+            # Nothing is left gathered: these would be other objects than the optimizer's.
+            assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         for param in params:
             grad = param.grad
             assert grad is not None
@@ -162,6 +166,34 @@ def test_chunks_change_nothing_under_fsdp() -> None:
             # The gradient of lm_head is a sum over chunks, and bfloat16 rounds each addition.
             rtol, atol = (1e-5, 1e-6) if case[1] == torch.float32 else (0.05, 0.01)
             torch.testing.assert_close(chunked[case], expected, rtol=rtol, atol=atol, msg=str(case))
+
+
+def communication(policy: Literal["default", "always"]) -> tuple[int, int]:
+    """Collectives of one training step, plain and chunked."""
+    counts = []
+    for num_chunks in (0, 4):
+        model = Decoder(skip_lm_head=num_chunks > 0)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        apply_fsdp_to_decoder(
+            model,
+            mesh,
+            torch.float32,
+            torch.float32,
+            pp_enabled=False,
+            reshard_after_forward_policy=policy,
+        )
+        tokens, labels = batch(0)
+        with CommDebugMode() as comms:
+            loss_for(model, num_chunks)(model(tokens), labels)[0].backward()
+        counts.append(comms.get_total_counts())
+    return counts[0], counts[1]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("policy", ["default", "always"])
+def test_chunks_cost_no_communication(policy: str) -> None:
+    for plain, chunked in run_on_ranks(2, communication, policy):
+        assert plain == chunked > 0
 
 
 def test_only_one_chunk_of_logits_exists_at_a_time() -> None:
