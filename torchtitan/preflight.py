@@ -11,10 +11,8 @@ the launcher. Nothing is written.
 
 import copy
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
-from typing import NoReturn
 
 from torchtitan.components.checkpointer import (
     CheckpointManager,
@@ -31,13 +29,12 @@ from torchtitan.components.checkpointer.storage import FilesystemStorage
 from torchtitan.components.data import BaseDataLoader
 from torchtitan.components.loss import BaseLoss
 from torchtitan.config import ConfigManager
+from torchtitan.config.recipes import CommandLineError
+from torchtitan.config.violations import exit_with
 from torchtitan.distributed.parallel_dims import problems as parallel_problems
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
-
-EXIT_CODE = 2
-"""Exit code for settings that cannot be used, as for a mistyped command line."""
 
 _STATE_KEYS = frozenset({OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE})
 
@@ -46,18 +43,14 @@ def parse_or_exit(args: list[str] | None = None) -> Trainer.Config:
     """The config of a command line, checked.
 
     Raises:
-        SystemExit: with ``EXIT_CODE`` and one message on stderr when the settings cannot be used;
+        SystemExit: with code 2 and one message on stderr when the settings cannot be used;
             with 0 after ``--help``.
     """
+    world_size = num_ranks()
     try:
-        config = ConfigManager().parse_args(args)
-    except (ValueError, ImportError) as error:
-        _exit_with([str(error)])
-    if not isinstance(config, Trainer.Config):
-        _exit_with([f"The recipe made a {type(config).__name__}, which is no trainer config."])
-    if found := problems(config, num_ranks()):
-        _exit_with(found)
-    return config
+        return ConfigManager(checks=lambda config: problems(config, world_size)).parse_args(args)
+    except CommandLineError as error:
+        exit_with([str(error)])
 
 
 def num_ranks() -> int:
@@ -70,17 +63,22 @@ def num_ranks() -> int:
         text = os.environ.get(name)
         if text:
             if not text.isdecimal() or int(text) < 1:
-                _exit_with([f"{name}={text!r} is not a number of ranks; set it to 1 or more."])
+                exit_with([f"{name}={text!r} is not a number of ranks; set it to 1 or more."])
             return int(text)
     return 1
 
 
 def problems(config: Trainer.Config, world_size: int) -> list[str]:
-    """Everything that keeps ``config`` from running on ``world_size`` ranks, one message each."""
+    """Everything that keeps ``config`` from running on ``world_size`` ranks, one message each.
+
+    Stands fields that are wrong by themselves, which are reported elsewhere.
+    """
+    if not isinstance(config, Trainer.Config):
+        return [f"The recipe made a {type(config).__name__}, which is not the config of a trainer."]
     found = [
         *_not_available(config),
         *_incomplete_recipe(config),
-        *parallel_problems(config.parallelism, world_size),
+        *_layout(config, world_size),
         *_batch(config, world_size),
         *_model_and_tokenizer(config),
         *_data(config),
@@ -88,15 +86,6 @@ def problems(config: Trainer.Config, world_size: int) -> list[str]:
         *_checkpoint(config, world_size),
     ]
     return list(dict.fromkeys(found))
-
-
-def _exit_with(found: list[str]) -> NoReturn:
-    # Every rank stops here; one of them says why.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        count = "1 setting" if len(found) == 1 else f"{len(found)} settings"
-        bullets = "\n".join(f"  - {problem}" for problem in found)
-        print(f"{count} cannot be used:\n{bullets}", file=sys.stderr, flush=True)
-    raise SystemExit(EXIT_CODE)
 
 
 def _not_available(config: Trainer.Config) -> Iterator[str]:
@@ -160,6 +149,17 @@ def _incomplete_recipe(config: Trainer.Config) -> Iterator[str]:
         yield "The recipe sets no dataloader, so there is nothing to train on."
 
 
+def _layout(config: Trainer.Config, world_size: int) -> list[str]:
+    degrees = [
+        getattr(config.parallelism, name)
+        for name in config.parallelism.__dataclass_fields__
+        if name.endswith("_degree")
+    ]
+    if any(degree < 1 and degree != -1 for degree in degrees):
+        return []
+    return parallel_problems(config.parallelism, world_size)
+
+
 def _batch(config: Trainer.Config, world_size: int) -> Iterator[str]:
     training, wanted = config.training, config.training.num_tokens_per_train_step
     per_rank = training.num_tokens_per_microbatch_per_dp_rank
@@ -175,7 +175,7 @@ def _batch(config: Trainer.Config, world_size: int) -> Iterator[str]:
 def _model_and_tokenizer(config: Trainer.Config) -> Iterator[str]:
     missing = config.tokenizer.check(tokenizer_path=config.hf_assets_path)
     yield from missing
-    if config.model_spec is None:
+    if config.model_spec is None or config.training.max_context_length <= 0:
         return
     model = copy.deepcopy(config.model_spec.model)
     try:

@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from torchtitan.config.violations import EXIT_CODE
 from torchtitan.models.llama3.config_registry import llama3_jargon
-from torchtitan.preflight import EXIT_CODE, parse_or_exit, problems
+from torchtitan.preflight import parse_or_exit, problems
 from torchtitan.trainer import Trainer
 
 RECIPE = ["--module", "llama3", "--config", "llama3_jargon"]
@@ -46,6 +47,16 @@ def test_violations_of_fields_in_different_sections_come_in_one_message(
     flags = "--checkpoint.interval 0 --checkpoint.keep_latest_k 1 --metrics.log_freq 0"
     message = message_of([*RECIPE, *flags.split(), "--training.max_context_length", "0"], capsys)
     for part in ("interval", "at least 2", "log_freq", "max_context_length"):
+        assert part in message
+    assert message.startswith("4 settings cannot be used")
+
+
+def test_broken_fields_and_broken_combinations_come_in_one_message(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ["--checkpoint.interval=0", "--training.max_context_length=0", "--compile.enable"]
+    message = message_of([*RECIPE, *flags, f"--hf_assets_path={tmp_path}"], capsys)
+    for part in ("interval", "max_context_length", "--compile.enable", str(tmp_path)):
         assert part in message
     assert message.startswith("4 settings cannot be used")
 

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from typing import Any, get_type_hints
 
@@ -31,7 +31,7 @@ from torchtitan.config.recipes import (
     known_modules,
     RecipeModule,
 )
-from torchtitan.config.violations import collecting
+from torchtitan.config.violations import collecting, exit_with, speaks
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
@@ -103,8 +103,15 @@ EARLY_FLAGS: tuple[EarlyFlag, ...] = (
 class ConfigManager:
     """Reads a command line; the result stays in ``config``."""
 
-    def __init__(self, early_flags: Sequence[EarlyFlag] = EARLY_FLAGS) -> None:
+    def __init__(
+        self,
+        early_flags: Sequence[EarlyFlag] = EARLY_FLAGS,
+        *,
+        checks: Callable[[Any], Iterable[str]] | None = None,
+    ) -> None:
+        """``checks`` adds rules across sections; it must stand a config whose fields are wrong."""
         self._early_flags = tuple(early_flags)
+        self._checks = checks
         self.config: Any = None
 
     def parse_args(self, args: list[str] | None = None) -> Any:
@@ -136,7 +143,9 @@ class ConfigManager:
         with collecting():
             config = self._run_recipe(recipe, recipe_name, values)
             config = self._parse_with_tyro(config, rest, values)
-        _exit_on_violations(config)
+        found = [*_violations(config), *(self._checks(config) if self._checks else ())]
+        if found:
+            exit_with(list(dict.fromkeys(found)))
         self.config = config
         self._validate_config()
         return config
@@ -168,7 +177,7 @@ class ConfigManager:
             "In their names, dashes and underscores mean the same.",
             # With underscores in its own names tyro does not find every subcommand that is typed with dashes.
             use_underscores=False,
-            console_outputs=_speaks(),
+            console_outputs=speaks(),
         )
 
     def _early_flags_help(self) -> str:
@@ -246,11 +255,6 @@ def _spelling(flag: str) -> str:
     return flag.replace("_", "-")
 
 
-def _speaks() -> bool:
-    """Whether this process tells the user what is wrong: one on each machine does."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def _program() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
@@ -258,18 +262,12 @@ def _program() -> str:
     return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-def _exit_on_violations(config: Any) -> None:
-    """Check every dataclass in ``config`` once more; if a check fails, print all failures and exit."""
+def _violations(config: Any) -> list[str]:
+    """What the checks of the dataclasses in ``config`` find when they run once more."""
     with collecting() as found:
         for node in _dataclasses_in(config):
             replace(node)
-    if not found:
-        return
-    what = "1 setting" if len(found) == 1 else f"{len(found)} settings"
-    lines = [f"{what} cannot be used:", *(f"  - {message}" for message in found)]
-    if _speaks():
-        print("\n".join(lines), file=sys.stderr)
-    raise SystemExit(2)
+    return found
 
 
 def _dataclasses_in(value: Any) -> Iterator[Any]:

@@ -8,9 +8,15 @@ messages instead, so that a user who got three flags wrong hears of all three in
     __post_init__ -> reject -> the list of collecting() -> one message, exit code 2   (command line)
 """
 
-from collections.abc import Generator
+import os
+import sys
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NoReturn
+
+EXIT_CODE = 2
+"""Exit code for settings that cannot be used, as for a mistyped command line."""
 
 _collected: ContextVar[list[str] | None] = ContextVar("collected_violations", default=None)
 
@@ -42,3 +48,17 @@ def collecting() -> Generator[list[str]]:
         yield found
     finally:
         _collected.reset(token)
+
+
+def speaks() -> bool:
+    """Whether this process is the one of its machine that tells the user; all ranks fail alike."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def exit_with(found: Sequence[str]) -> NoReturn:
+    """Print all messages as one, and end the process with ``EXIT_CODE``."""
+    if speaks():
+        what = "1 setting" if len(found) == 1 else f"{len(found)} settings"
+        lines = [f"{what} cannot be used:", *(f"  - {message}" for message in found)]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    raise SystemExit(EXIT_CODE)
