@@ -68,7 +68,9 @@ if [ -n "${COMM_MODE:-}" ]; then
     run=("$python" -m torchtitan.train "${settings[@]}")
 else
     read -r -a torchrun_extra <<<"${TORCHRUN_ARGS:-}"
-    run=("$python" -m torch.distributed.run "--nproc_per_node=$NGPU" --rdzv_backend c10d
+    # While the ranks close, a save may be in flight; torchrun's own limit is 30 s.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+    run=("$python" -m torchtitan.launch "--nproc_per_node=$NGPU" --rdzv_backend c10d
         --rdzv_endpoint=localhost:0 --local-ranks-filter "$LOG_RANK" --role rank --tee 3
         ${torchrun_extra[@]+"${torchrun_extra[@]}"} -m torchtitan.train "${settings[@]}")
 fi
@@ -83,5 +85,5 @@ fi
 # One process finds settings that cannot be used, before the ranks start and each says the same.
 if "$wants_help"; then exec "${preflight[@]}"; fi
 "${preflight[@]}"
-# exec: Ctrl-C reaches torchrun itself, and the exit code of the run is the exit code of this script.
+# exec: Ctrl-C reaches the launcher itself, and the exit code of the run is the exit code of this script.
 exec "${run[@]}"

@@ -15,7 +15,7 @@ from torchtitan import __version__
 from torchtitan.observability import structured_logger as sl
 from torchtitan.preflight import parse_or_exit
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.signals import StopRequested, StopSignals
+from torchtitan.tools.signals import stop_with_launcher, StopRequested, StopSignals
 from torchtitan.trainer import Trainer
 
 
@@ -31,10 +31,10 @@ def main() -> None:
     )
     sl.log_trace_instant("structured_logger_started")
     with StopSignals() as signals:
+        stop_with_launcher()
         try:
             run(config)
         except StopRequested as stop:
-            logger.warning(f"Stopped by {stop}.")
             sys.exit(stop.exit_code)
         except Exception:
             # A rank that was inside a collective feels the stop of the others before its own.
@@ -52,40 +52,48 @@ def run(config: Trainer.Config) -> None:
             logger.info("Created seed checkpoint")
         else:
             trainer.train()
-    except BaseException:
-        _close_after_error(trainer)
+        trainer.close()
+    except BaseException as error:
+        _close_after(error, trainer)
         raise
-    trainer.close()
-    _say_how_to_go_on(trainer)
+    last_line = _how_to_go_on(trainer)
     trainer.peers.close()
     with sl.log_trace_span("torch_distributed_teardown"):
         dist.destroy_process_group()
     logger.info("Process group destroyed")
+    _say(last_line)
 
 
-def _close_after_error(trainer: Trainer) -> None:
+def _close_after(first: BaseException, trainer: Trainer) -> None:
     try:
+        # Again, if closing was what failed: a part that is closed already does nothing.
         trainer.close()
     except Exception as error:
         # The error that came first is the one to raise; this one must not hide it.
         logger.error(f"Closing after the error failed as well: {error}")
-    _say_how_to_go_on(trainer)
+    if isinstance(first, StopRequested):
+        logger.warning(f"Stopped by {first}.")
+    _say(_how_to_go_on(trainer))
 
 
-def _say_how_to_go_on(trainer: Trainer) -> None:
+def _say(line: str | None) -> None:
+    if line is not None:
+        logger.info(line)
+
+
+def _how_to_go_on(trainer: Trainer) -> str | None:
     """The last line of a run: where its newest checkpoint is and what to type."""
     if not trainer.checkpointer.enable or dist.get_rank() != 0:
-        return
+        return None
     newest = trainer.checkpointer.newest_checkpoint()
     if newest is None:
-        logger.info("No checkpoint was saved.")
-        return
+        return "No checkpoint was saved."
     command = os.environ.get("TORCHTITAN_COMMAND") or (
         f"torchrun ... -m torchtitan.train {shlex.join(sys.argv[1:])}"
     )
     steps = trainer.config.training.steps
     goal = f" --training.steps {2 * steps}" if trainer.step >= steps else ""
-    logger.info(f"Newest checkpoint: {newest}. To go on from it: {command}{goal}")
+    return f"Newest checkpoint: {newest}. To go on from it: {command}{goal}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ exits = json.loads(os.environ.get("EXITS", "{{}}"))
 print("said by", sys.argv[2])
 sys.exit(exits.get(sys.argv[2], 0))
 """
-TORCHRUN, TRAIN, PREFLIGHT = "torch.distributed.run", "torchtitan.train", "torchtitan.preflight"
+TORCHRUN, TRAIN, PREFLIGHT = "torchtitan.launch", "torchtitan.train", "torchtitan.preflight"
 HAS_DEVICE_FILE = any(
     Path("/dev", name).exists() for name in ("nvidia0", "kfd", "dxg", "dri/renderD128")
 )

@@ -65,11 +65,15 @@ class RankFailure:
     reason: str
     """Type and message of the exception."""
     traceback: str
+    is_stop: bool = False
+    """Somebody asked that rank to end; nothing is wrong."""
 
     def __str__(self) -> str:
         if self.rank < 0:
             return self.reason
         where = "" if self.step is None else f", at step {self.step}"
+        if self.is_stop:
+            return f"rank {self.rank} was stopped{where}: {self.reason}"
         return f"rank {self.rank} failed first{where}: {self.traceback or self.reason}"
 
 
@@ -77,7 +81,9 @@ class PeerFailureWatch:
     """Listens for the first failure of any rank, in a thread, until ``close``.
 
     Once a failure is known, on this rank or on another, the process must end: ``grace_seconds`` later it is
-    ended with exit code 1, wherever its main thread is. ``store`` is shared by the ranks, see ``utils.job_store``.
+    ended with exit code 1, wherever its main thread is. A rank that was only asked to stop (KeyboardInterrupt)
+    is made known as well, without a traceback and without that limit. ``store`` is shared by the ranks, see
+    ``utils.job_store``.
     On a single rank there is nothing to listen for, and nothing is ever ended.
     """
 
@@ -165,6 +171,10 @@ class PeerFailureWatch:
                 self._note(first, self._thread_store)
             except RuntimeError as error:
                 self._note(_lost_store(error), self._thread_store)
+            if self._first is not None and self._first.is_stop:
+                # Whoever stops a run has a clock of its own; ours could end a rank that is still
+                # busy with the save in flight.
+                return
             self._end_in_time()
 
     def _note(self, failure: RankFailure, store: dist.Store | None) -> None:
@@ -172,7 +182,7 @@ class PeerFailureWatch:
             if self._first is not None:
                 return
             self._first = failure
-        logger.error("%s", failure)
+        logger.log(logging.WARNING if failure.is_stop else logging.ERROR, "%s", failure)
         if store is not None:
             # Before the main thread can learn of it and end the process: the failed rank waits for this.
             with contextlib.suppress(RuntimeError):
@@ -244,6 +254,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _failure_of(error: BaseException, rank: int, step: int | None) -> RankFailure:
+    if isinstance(error, KeyboardInterrupt):
+        reason = str(error) or type(error).__name__
+        return RankFailure(rank=rank, step=step, reason=reason, traceback="", is_stop=True)
     story = "".join(traceback.format_exception(error)).rstrip()
     return RankFailure(
         rank=rank, step=step, reason=_reason_of(error), traceback=story[-_TRACEBACK_CHARACTERS:]

@@ -1,4 +1,4 @@
-"""Turn Ctrl-C and SIGTERM into one orderly end.
+"""Turn Ctrl-C, SIGTERM and the death of the launcher into one orderly end.
 
 A launcher passes the signal on although the terminal has already delivered it to every process,
 and schedulers repeat theirs. Only the first one interrupts the program; while it closes, further
@@ -6,11 +6,17 @@ ones must not tear the save in flight.
 
     first SIGINT or SIGTERM -> StopRequested in the main thread -> close -> exit code 128 + signal
     any later one           -> noted, nothing else
+    launcher gone           -> SIGTERM to this process
 """
 
+import os
 import signal
+import threading
 from types import FrameType
 from typing import Any
+
+LAUNCHER_PID = "TORCHTITAN_LAUNCHER_PID"
+"""Environment variable with the process id of the launcher that starts the ranks."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -52,3 +58,25 @@ class StopSignals:
         if self.received is None:
             self.received = StopRequested(signal_number)
             raise self.received
+
+
+def stop_with_launcher(poll_seconds: float = 1.0) -> None:
+    """Send this process SIGTERM once the torchrun that started it is gone; without one do nothing.
+
+    torchrun gives each rank a session of its own. A torchrun that is killed leaves them training,
+    and writing checkpoints into the folder from which the next run has already resumed.
+    """
+    if (text := os.environ.get(LAUNCHER_PID)) is not None:
+        launcher = int(text)  # It may be gone already: starting up takes seconds.
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = os.getppid()
+    else:
+        return  # Started by hand, maybe to outlive the shell.
+
+    def watch() -> None:
+        ever = threading.Event()
+        while os.getppid() == launcher:
+            ever.wait(poll_seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 LAYERS: list[tuple[str, int, int]] = [
     ("torchtitan.experiments*", 11, 3),
     ("torchtitan.models.*.config_registry", 10, 4),
+    ("torchtitan.launch", 10, 2),
     ("torchtitan.train", 10, 2),
     ("torchtitan.preflight", 9, 2),
     ("torchtitan.trainer", 8, 2),
