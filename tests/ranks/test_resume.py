@@ -32,6 +32,7 @@ def straight(folder: str) -> Trace:
     return run(make_config(Path(folder), "straight"))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_resuming_after_a_crash_gives_the_bits_of_the_uninterrupted_run(
@@ -52,6 +53,7 @@ def test_resuming_after_a_crash_gives_the_bits_of_the_uninterrupted_run(
     assert per_rank[0][0][0].losses == per_rank[-1][0][0].losses
 
 
+@pytest.mark.ranks
 def test_three_processes_in_a_row_equal_one(tmp_path: Path) -> None:
     whole = run_on_ranks(2, straight, str(tmp_path), init=False)
     thirds = [
