@@ -294,8 +294,10 @@ class BaseCheckpointManager(Configurable, ABC):
             return find_source(request, own, self._storage)
 
         source = rank_zero_decides(find)
-        # Step 0 is only weights, so the run's own history begins after it.
-        self._loaded_step = source.step if source is not None and source.step else 0
+        # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
+        # everything but the step: whatever is beyond then belongs to another history.
+        counts_on = TRAIN_STATE not in self.exclude_from_loading
+        self._loaded_step = source.step or 0 if source is not None and counts_on else 0
         self._history_settled = False
         return source
 

@@ -340,6 +340,10 @@ class CheckpointManager(BaseCheckpointManager):
             if self._report is None:
                 raise
             raise _save_error(self._report.step, self._report.path, error) from error
+        except BaseException:
+            # Ctrl-C: it is still in flight, and close() has to wait for it.
+            self.save_future = future
+            raise
         finally:
             if self._report is not None and future.done():
                 self._report.completed(future)

@@ -86,7 +86,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, local.shape, tensor.dtype, local.device, spec)
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
+def _place(tensor: Any) -> tuple[int, int]:
     """Where the elements begin: (address of the storage, offset in it)."""
     local = _local(tensor)
     return local.untyped_storage().data_ptr(), int(local.storage_offset())

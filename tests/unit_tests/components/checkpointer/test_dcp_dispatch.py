@@ -168,6 +168,19 @@ def test_a_failed_background_save_is_raised_once_with_step_and_path(
     manager.close()
 
 
+def test_a_wait_that_is_interrupted_leaves_the_save_in_flight(calls: Calls, tmp_path: Path) -> None:
+    manager = build(tmp_path, async_mode="async")
+    future = MagicMock()
+    future.done.return_value = False
+    future.result.side_effect = [KeyboardInterrupt, None]
+    calls.results = [future]
+    manager.save(1)
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(2)
+    manager.close()
+    assert future.result.call_count == 2 and len(calls.asynchronous) == 1
+
+
 def test_a_failed_synchronous_save_names_step_and_path(calls: Calls, tmp_path: Path) -> None:
     manager = build(tmp_path)
     with patch.object(

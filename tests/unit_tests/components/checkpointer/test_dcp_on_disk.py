@@ -9,6 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.errors import (
     CheckpointMismatchError,
@@ -17,7 +19,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
 )
 
-from tests.unit_tests.components.checkpointer.runs import build_run, names, Tiny
+from tests.unit_tests.components.checkpointer.runs import build_run, names, Run, Tiny
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -27,6 +29,12 @@ FULL = {"last_save_model_only": False}
 
 def entries(path: Path) -> dict[str, Any]:
     return torch_dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def whole(run: Run, name: str) -> torch.Tensor:
+    parameter = run.model.get_parameter(name).detach()
+    assert isinstance(parameter, DTensor)
+    return parameter.full_tensor()
 
 
 def test_the_keys_are_those_that_other_programs_read(tmp_path: Path) -> None:
@@ -56,9 +64,7 @@ def test_plain_dcp_reads_what_was_saved(tmp_path: Path) -> None:
     run.manager.close()
     plain = {"tok_embeddings.weight": torch.zeros(11, 7), "seen": torch.zeros(3, dtype=torch.int64)}
     torch_dcp.load(plain, checkpoint_id=str(tmp_path / "checkpoint" / "step-2"))
-    assert torch.equal(
-        plain["tok_embeddings.weight"], run.model.tok_embeddings.weight.full_tensor()
-    )
+    assert torch.equal(plain["tok_embeddings.weight"], whole(run, "tok_embeddings.weight"))
     assert plain["seen"].tolist() == [2, 2, 2]
 
 
@@ -86,9 +92,9 @@ def test_what_changes_after_an_asynchronous_save_does_not_reach_the_file(tmp_pat
     gate = threading.Event()
 
     class Gated(dcp.DurableFileSystemWriter):
-        def write_data(self, *args: Any) -> Any:
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
             assert gate.wait(30)
-            return super().write_data(*args)
+            return super().write_data(plan, planner)
 
     with patch.object(dcp, "DurableFileSystemWriter", Gated):
         for step in (1, 2):
@@ -112,7 +118,6 @@ def test_what_changes_after_an_asynchronous_save_does_not_reach_the_file(tmp_pat
             other.manager.load(step)
             assert other.snapshot() == saved
             run.manager.load(step)
-            run.manager._history_settled = True
     run.manager.close()
 
 
@@ -139,7 +144,7 @@ def test_weights_alone_are_taken_from_a_full_checkpoint_of_another_run(tmp_path:
     path = str(tmp_path / "first/checkpoint/step-3")
     second = build_run(tmp_path / "second", seed=4, initial_load_path=path)
     assert second.manager.load() and second.step == 0
-    assert torch.equal(second.model.scale.full_tensor(), first.model.scale.full_tensor())
+    assert torch.equal(whole(second, "scale"), whole(first, "scale"))
     third = build_run(
         tmp_path / "third", seed=4, initial_load_path=path, initial_load_model_only=False
     )
@@ -170,6 +175,31 @@ def test_a_rollback_keeps_the_other_history_aside_and_retention_never_takes_the_
         "step-20",
         "step-30",
     ]
+
+
+def test_a_rollback_within_one_process_leaves_the_other_history_too(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    run.train(3)
+    run.manager.load(1)
+    run.train(2)
+    run.manager.close()
+    assert names(tmp_path) == ["step-1", "step-2", "superseded"]
+
+
+def test_a_run_that_counts_from_0_again_is_not_buried_by_the_steps_it_came_from(
+    tmp_path: Path,
+) -> None:
+    first = build_run(tmp_path, interval=10)
+    first.train(20)
+    first.manager.close()
+    second = build_run(tmp_path, interval=5, keep_latest_k=2, exclude_from_loading=["train_state"])
+    assert second.manager.load() and second.step == 0
+    second.train(15)
+    second.manager.close()
+    assert names(tmp_path) == ["step-10", "step-15", "superseded"]
+    third = build_run(tmp_path)
+    assert third.manager.load() and third.step == 15
+    third.manager.close()
 
 
 def test_the_dead_are_swept_and_strangers_stay(tmp_path: Path) -> None:
@@ -254,6 +284,11 @@ def test_the_folder_around_a_checkpoint_is_no_checkpoint(tmp_path: Path) -> None
     other.manager.close()
 
 
+def _train_and_wait(run: Run) -> None:
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_folder_that_is_a_file_fails_the_save_and_the_next_one_works(
     tmp_path: Path, mode: str
@@ -262,8 +297,7 @@ def test_a_folder_that_is_a_file_fails_the_save_and_the_next_one_works(
     folder = tmp_path / "checkpoint"
     folder.write_bytes(b"in the way")
     with pytest.raises(CheckpointSaveError, match="step 1 to .*checkpoint/step-1"):
-        run.train(1)
-        run.manager.maybe_wait_for_saving()
+        _train_and_wait(run)
     folder.unlink()
     run.train(2)
     run.manager.close()
