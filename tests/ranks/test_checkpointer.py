@@ -103,7 +103,7 @@ def see_different_disks(folder: Path) -> Any:
     if dist.get_rank() == 1:
         run.manager._storage.isdir = lambda path: False  # pyrefly: ignore[missing-attribute]
 
-        def read_index(path: str) -> Any:
+        def read_index(checkpoint_id: str) -> Any:
             raise dcp_index.CheckpointReadError("rank 1 sees no index")
 
         dcp_index.read_index = read_index
@@ -117,7 +117,7 @@ def see_different_disks(folder: Path) -> Any:
 def decide(what: str) -> Any:
     """Rank 0 decides; what the others would have decided is never asked."""
 
-    class Unpicklable(Exception):
+    class UnpicklableError(Exception):
         pass
 
     def on_rank_0() -> str:
@@ -125,7 +125,7 @@ def decide(what: str) -> Any:
         if what == "error":
             raise CheckpointNotFoundError("not there")
         if what == "unpicklable":
-            raise Unpicklable("local class")
+            raise UnpicklableError("local class")
         return what
 
     try:
@@ -193,5 +193,5 @@ def test_only_rank_0_decides_and_what_it_raises_everyone_raises() -> None:
     assert run_on_ranks(2, decide, "step 4") == [("step 4", [0, 1])] * 2
     assert run_on_ranks(2, decide, "error") == [("CheckpointNotFoundError", "not there")] * 2
     first, second = run_on_ranks(2, decide, "unpicklable")
-    assert first == ("Unpicklable", "local class")
-    assert second == ("RuntimeError", "Unpicklable on rank 0: local class")
+    assert first == ("UnpicklableError", "local class")
+    assert second == ("RuntimeError", "UnpicklableError on rank 0: local class")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
@@ -29,15 +31,15 @@ def stop_writers(at: str, act: Callable[[], None]) -> None:
     """From now on every writer of this process calls ``act`` at the point ``at``."""
 
     class Stopping(DurableFileSystemWriter):
-        def write_data(self, *args: Any) -> Any:
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
             if at == "before the data":
                 act()
-            written = super().write_data(*args)
+            written = super().write_data(plan, planner)
             if at == "after the data":
                 act()
             return written
 
-        def finish(self, **keywords: Any) -> None:
+        def finish(self, metadata: Metadata, results: Any) -> None:
             rename = self.fs.rename
 
             def rename_later(*paths: Any) -> None:
@@ -46,7 +48,7 @@ def stop_writers(at: str, act: Callable[[], None]) -> None:
 
             if at == "before the index has its name":
                 self.fs.rename = rename_later  # pyrefly: ignore[bad-assignment]
-            super().finish(**keywords)
+            super().finish(metadata, results)
 
     dcp.DurableFileSystemWriter = Stopping  # pyrefly: ignore[bad-assignment]
 
@@ -104,16 +106,15 @@ def fail_to_make_ready(folder: Path) -> str:
     """Rank 0 cannot move another history aside; the others learn of it without a disk of their own."""
     run = build_run(folder, async_mode="async")
     run.manager.load(1)
+    move = run.manager._storage.move
     if dist.get_rank() == 0:
-        move = run.manager._storage.move
 
         def refuse(source: str, target: str) -> None:
             raise PermissionError(f"{source} is protected")
 
         run.manager._storage.move = refuse  # pyrefly: ignore[missing-attribute]
     message = message_of(run.train, 2)
-    if dist.get_rank() == 0:
-        run.manager._storage.move = move  # pyrefly: ignore[missing-attribute]
+    run.manager._storage.move = move  # pyrefly: ignore[missing-attribute]
     run.train(3)
     run.manager.close()
     return message

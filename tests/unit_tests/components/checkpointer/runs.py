@@ -108,7 +108,8 @@ def build_run(folder: str | Path, *, width: int = 7, seed: int = 1, **settings: 
     schedule = LRSchedulersContainer.Config(warmup_steps=2)
     lr_schedulers = schedule.build(optimizers=optimizers, training_steps=1000)
     dataloader, progress = Counter(row=0), Counter(step=0)
-    config = CheckpointManager.Config(enable=True, **{"interval": 1, **settings})
+    settings = {"enable": True, "interval": 1, **settings}
+    config = CheckpointManager.Config(**settings)
     manager = config.build(
         dataloader=dataloader,
         model_parts=[model],

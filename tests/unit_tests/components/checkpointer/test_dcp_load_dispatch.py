@@ -5,9 +5,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
+import torch.distributed.checkpoint as torch_dcp
 from torch import nn
-from torchtitan.components.checkpointer import CheckpointManager, dcp, dcp_index
+from torchtitan.components.checkpointer import CheckpointManager, dcp, dcp_index, ModelWrapper
 
 from tests.unit_tests.components.checkpointer.test_dcp_dispatch import build, Calls, calls
 
@@ -79,14 +79,15 @@ def test_an_unknown_exclusion_is_refused_by_name(calls: Calls, tmp_path: Path) -
 
 def test_loaded_tensors_reach_the_model(calls: Calls, tmp_path: Path) -> None:
     put(tmp_path, 5)
-    manager = build(tmp_path)
+    manager, model = build(tmp_path), nn.Linear(2, 2)
+    manager.states["model"] = ModelWrapper(model)
 
     def fill(states: dict[str, Any], checkpoint_id: str | None = None) -> None:
         states["weight"].fill_(8.0)
 
-    with patch.object(torch.distributed.checkpoint, "load", fill):
+    with patch.object(torch_dcp, "load", fill):
         manager.load()
-    assert manager.states["model"].model[0].weight.unique().tolist() == [8.0]
+    assert model.weight.unique().tolist() == [8.0]
     manager.close()
 
 

@@ -77,10 +77,11 @@ def test_tied_weights_stay_tied_and_are_copied_once() -> None:
 
 
 def test_plain_values_are_copied_to_the_last_list() -> None:
-    stager, inner = CopyingStager(), {"rows": [1, [2, {"deep": 3}]], "pair": (1, [2])}
+    stager, deep, last = CopyingStager(), {"deep": 3}, [2]
+    inner = {"rows": [1, [2, deep]], "pair": (1, last)}
     staged = stager.stage({"data": inner})
-    inner["rows"][1][1]["deep"] = 99
-    inner["pair"][1].append(99)
+    deep["deep"] = 99
+    last.append(99)
     assert staged["data"] == {"rows": [1, [2, {"deep": 3}]], "pair": (1, [2])}
     stager.close()
 

@@ -20,7 +20,7 @@ def bare(storage: MemoryStorage, keep: int = 2) -> BareManager:
     )
 
 
-def queued(manager: BareManager) -> list[str]:
+def queued(manager: BareManager) -> list[str | None]:
     return [manager.purge_queue.get_nowait() for _ in range(manager.purge_queue.qsize())]
 
 
@@ -29,27 +29,30 @@ def on_rank(rank: int) -> "patch":  # pyrefly: ignore[not-a-type]  (what patch r
 
 
 def test_without_retention_neither_the_rank_nor_the_disk_is_asked() -> None:
-    manager = BareManager(keep_latest_k=0, folder="/run", _storage=MagicMock())
+    storage = MagicMock()
+    manager = BareManager(keep_latest_k=0, folder="/run", _storage=storage)
     with on_rank(0) as get_rank:
         assert not manager._should_purge()
     get_rank.assert_not_called()
-    manager._storage.isdir.assert_not_called()
+    storage.isdir.assert_not_called()
 
 
 def test_other_ranks_do_not_look_at_the_disk() -> None:
-    manager = BareManager(keep_latest_k=2, folder="/run", _storage=MagicMock())
+    storage = MagicMock()
+    manager = BareManager(keep_latest_k=2, folder="/run", _storage=storage)
     with on_rank(1):
         assert not manager._should_purge()
-    manager._storage.isdir.assert_not_called()
+    storage.isdir.assert_not_called()
 
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_rank_0_asks_once_whether_the_folder_exists(exists: bool) -> None:
-    manager = BareManager(keep_latest_k=2, folder="/run", _storage=MagicMock())
-    manager._storage.isdir.return_value = exists
+    storage = MagicMock()
+    manager = BareManager(keep_latest_k=2, folder="/run", _storage=storage)
+    storage.isdir.return_value = exists
     with on_rank(0):
         assert manager._should_purge() is exists
-    manager._storage.isdir.assert_called_once_with("/run")
+    storage.isdir.assert_called_once_with("/run")
 
 
 def test_while_a_save_is_in_flight_everything_of_ours_counts_and_only_the_oldest_go() -> None:

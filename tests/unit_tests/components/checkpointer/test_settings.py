@@ -127,7 +127,8 @@ def test_the_initial_path_is_stripped_in_place() -> None:
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_the_async_mode_is_taken_in_any_case_and_as_an_enum(mode: str) -> None:
-    for spelled in (mode, mode.upper(), mode.title(), AsyncMode(mode)):
+    spellings: list[Any] = [mode, mode.upper(), mode.title(), AsyncMode(mode)]
+    for spelled in spellings:
         assert CheckpointManager.Config(async_mode=spelled).async_mode == mode
 
 
