@@ -1,17 +1,13 @@
 """Real checkpoints of one rank: what lies in them, and that a run gets back every bit."""
 
 import logging
-import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -85,40 +81,6 @@ def test_a_resumed_run_has_every_bit_and_goes_on_as_if_nothing_happened(
     resumed.train(6)
     assert resumed.snapshot() == straight.snapshot()
     resumed.manager.close()
-
-
-def test_what_changes_after_an_asynchronous_save_does_not_reach_the_file(tmp_path: Path) -> None:
-    run = build_run(tmp_path, async_mode="async")
-    gate = threading.Event()
-
-    class Gated(dcp.DurableFileSystemWriter):
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-            assert gate.wait(30)
-            return super().write_data(plan, planner)
-
-    with patch.object(dcp, "DurableFileSystemWriter", Gated):
-        for step in (1, 2):
-            gate.clear()
-            run.train(step, save=False)
-            saved = run.snapshot()
-            run.manager.save(step)
-            run.train(step + 1, save=False)
-            with torch.no_grad():
-                for parameter in run.model.parameters():
-                    parameter.add_(100.0)
-                run.model.seen.fill_(-1)
-                for optimizer in run.optimizers:
-                    for state in optimizer.state.values():
-                        state["exp_avg"].fill_(9.0)
-                        state["step"].fill_(77.0)
-            run.progress.values["step"] = run.dataloader.values["row"] = 1000
-            gate.set()
-            run.manager.maybe_wait_for_saving()
-            other = build_run(tmp_path, seed=5, keep_latest_k=0)
-            other.manager.load(step)
-            assert other.snapshot() == saved
-            run.manager.load(step)
-    run.manager.close()
 
 
 def test_the_last_save_of_weights_is_never_resumed_from(tmp_path: Path) -> None:
