@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from torchtitan.components.data import GrainDataLoader
 from torchtitan.config.violations import EXIT_CODE
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.config_registry import llama3_jargon
 from torchtitan.preflight import parse_or_exit, problems
 from torchtitan.trainer import Trainer
@@ -123,7 +125,8 @@ def test_what_is_not_available_is_refused_by_its_flag(
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(config: Trainer.Config) -> None:
     assert config.model_spec is not None
     model = config.model_spec.model
-    model.vocab_size = 1000  # pyrefly: ignore[missing-attribute]  (a Decoder.Config)
+    assert isinstance(model, Decoder.Config)
+    model.vocab_size = 1000
     [problem] = problems(config, 1)
     assert "2048 tokens" in problem and "1000" in problem
 
@@ -145,7 +148,8 @@ def test_a_context_that_does_not_fill_the_microbatch_is_refused(config: Trainer.
 def test_bad_lines_of_a_data_file_are_named(config: Trainer.Config, tmp_path: Path) -> None:
     corpus = tmp_path / "mine.jsonl"
     corpus.write_text('{"text": "good"}\nnot json\n{"body": "no text field"}\n')
-    config.dataloader.files = [str(corpus)]  # pyrefly: ignore[missing-attribute]
+    assert isinstance(config.dataloader, GrainDataLoader.Config)
+    config.dataloader.files = [str(corpus)]
     found = " ".join(problems(config, 1))
     assert f"{corpus}" in found and "2" in found and "3" in found
 
