@@ -8,7 +8,6 @@ Used like any other recipe, so that the whole path from the command line to the 
 import os
 import resource
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,12 +23,12 @@ MAX_FILE_BYTES = 1 << 20
 
 @dataclass(kw_only=True, slots=True)
 class Fault:
-    kind: Literal["none", "raise", "kill", "hang", "full_disk"] = "none"
-    """raise an error; SIGKILL the own process; wait for ever; no longer be able to write a file of
+    kind: Literal["none", "raise", "kill", "interrupt", "full_disk"] = "none"
+    """raise an error; SIGKILL the own process; SIGINT for it; no longer be able to write a file of
     more than a mebibyte."""
 
     rank: int = 1
-    """Where."""
+    """Where; -1 is everywhere."""
 
     after_steps: int = 3
     """When: before the step that follows this many steps of this process."""
@@ -50,7 +49,7 @@ class FaultyTrainer(Trainer):
         fault, rank = self.config.fault, int(os.environ["RANK"])
         steps_done = self.step - 1 - self.metrics_processor.start_step
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if rank == fault.rank and steps_done == fault.after_steps:
+        if fault.rank in (rank, -1) and steps_done == fault.after_steps:
             if not (fault.first_attempt_only and attempt > 0):
                 self._plant(fault.kind)
         super().train_step(data_iterator)
@@ -61,8 +60,8 @@ class FaultyTrainer(Trainer):
             raise ValueError(f"row 7 of step {self.step} is broken")
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "hang":
-            threading.Event().wait()
+        if kind == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         if kind == "full_disk":
             # Python ignores the signal that comes with it, so writes fail with EFBIG.
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -1,14 +1,15 @@
 """Start a command, follow what it prints, stop it in the ways a run is stopped.
 
 Torchrun gives each rank a session of its own, so the process group of the command is torchrun
-alone: neither a signal to that group nor its end says anything about the ranks. Ranks are therefore
-found by a mark in their environment, which every process below the command inherits.
+alone, and its end says nothing about the ranks. They are found by a mark in their environment, which
+every process below the command inherits.
 
     Launched -> reader thread -> lines -> until("wanted line") -> interrupt | kill -> finish
 """
 
 import os
 import queue
+import select
 import signal
 import subprocess
 import threading
@@ -74,6 +75,20 @@ class Launched:
         # The output ends with the last process that holds it, which need not be the command.
         return self._process.wait(max(1.0, deadline - time.monotonic()))
 
+    def wait_until_all_are_gone(self, *, seconds: float = DEADLINE_SECONDS) -> None:
+        """Wait for the end of every process that came from the command; fail when one stays."""
+        deadline = time.monotonic() + seconds
+        for pid in self.processes():
+            try:
+                watched = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            try:
+                remaining = max(0.0, deadline - time.monotonic())
+                assert select.select([watched], [], [], remaining)[0], f"process {pid} is left"
+            finally:
+                os.close(watched)
+
     def signal_group(self, number: int) -> None:
         """Signal the command and what shares its group, as a terminal does for Ctrl-C."""
         os.killpg(self.pid, number)
@@ -85,16 +100,6 @@ class Launched:
     def processes(self) -> list[int]:
         """Every process that came from this command and still runs, in whatever session."""
         return sorted(pid for pid, environment in _environments() if self._mark in environment)
-
-    def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks by rank."""
-        found = {}
-        for pid, environment in _environments():
-            if self._mark in environment:
-                ranks = [item for item in environment if item.startswith("RANK=")]
-                if ranks and _command_of(pid)[1:4].count("torchtitan.train"):
-                    found[int(ranks[0].removeprefix("RANK="))] = pid
-        return found
 
     @staticmethod
     def kill(*pids: int) -> None:
@@ -132,10 +137,3 @@ def _environments() -> Iterator[tuple[int, list[str]]]:
                 continue  # it ended meanwhile, or it is somebody else's
             if environment:
                 yield int(entry.name), environment.split("\0")
-
-
-def _command_of(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []

@@ -1,0 +1,207 @@
+"""The entry point: how a run ends, and what it says last. Trainers are stand-ins."""
+
+import logging
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torchtitan import train
+from torchtitan.tools.signals import StopRequested
+
+
+class StandIn:
+    """A trainer of which each part can be told to fail."""
+
+    def __init__(self, *, step: int = 10, **errors: BaseException) -> None:
+        self.step = step
+        self.errors = errors
+        self.calls: list[str] = []
+        self.config = SimpleNamespace(training=SimpleNamespace(steps=10))
+        self.checkpointer = SimpleNamespace(
+            enable=True, newest_checkpoint=lambda: "/run/checkpoint/step-8", save=self._save
+        )
+        self.peers = SimpleNamespace(close=lambda: self.calls.append("peers"))
+
+    def train(self) -> None:
+        self._call("train")
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _save(self, **options: Any) -> None:
+        self._call(f"save {options}")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.errors:
+            raise self.errors[name]
+
+
+def run(trainer: StandIn, *, seed: bool = False) -> None:
+    config: Any = SimpleNamespace(
+        build=lambda: trainer, checkpoint=SimpleNamespace(create_seed_checkpoint=seed)
+    )
+    train.run(config)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the user sees; spans are logged for programs."""
+    return [record.getMessage() for record in caplog.records if record.name == "root"]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def typed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TORCHTITAN_COMMAND", "NGPU=4 ./run_train.sh --a b")
+    caplog.set_level(logging.INFO)
+
+
+def test_the_last_line_of_a_run_says_where_its_newest_checkpoint_is_and_what_to_type(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = StandIn(step=4)
+    run(trainer)
+    assert trainer.calls == ["train", "close", "peers"]
+    assert not dist.is_initialized()
+    assert said(caplog) == [
+        "Process group destroyed",
+        "Newest checkpoint: /run/checkpoint/step-8. To go on from it: NGPU=4 ./run_train.sh --a b",
+    ]
+
+
+def test_a_finished_run_goes_on_only_with_more_steps(caplog: pytest.LogCaptureFixture) -> None:
+    run(StandIn(step=10))
+    assert said(caplog)[-1].endswith("./run_train.sh --a b --training.steps 20")
+
+
+def test_ranks_started_by_hand_are_told_their_own_arguments(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TORCHTITAN_COMMAND")
+    monkeypatch.setattr("sys.argv", ["train.py", "--dump_folder", "two words"])
+    run(StandIn(step=1))
+    expected = "torchrun ... -m torchtitan.train --dump_folder 'two words'"
+    assert said(caplog)[-1].endswith(expected)
+
+
+def test_a_run_without_a_checkpoint_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = StandIn()
+    trainer.checkpointer.newest_checkpoint = lambda: None
+    run(trainer)
+    assert said(caplog)[-1] == "No checkpoint was saved."
+
+
+def test_a_run_that_makes_no_checkpoints_does_not_speak_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = StandIn()
+    trainer.checkpointer.enable = False
+    run(trainer)
+    assert said(caplog) == ["Process group destroyed"]
+
+
+def test_a_seed_checkpoint_is_saved_instead_of_training() -> None:
+    trainer = StandIn()
+    run(trainer, seed=True)
+    assert trainer.calls == ["save {'curr_step': 0, 'last_step': True}", "close", "peers"]
+
+
+def test_the_error_of_training_is_raised_although_closing_fails_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = StandIn(step=4, train=ValueError("bad row"), close=OSError("disk full"))
+    with pytest.raises(ValueError, match="bad row"):
+        run(trainer)
+    assert said(caplog)[-2] == "Closing after the error failed as well: disk full"
+    assert said(caplog)[-1].startswith("Newest checkpoint: ")
+
+
+def test_an_error_of_closing_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSError, match="disk full"):
+        run(StandIn(close=OSError("disk full")))
+    assert said(caplog)[-1].startswith("Newest checkpoint: ")
+
+
+@pytest.mark.parametrize("part", ["train", "close"])
+def test_a_signal_closes_the_run_and_is_named_before_the_last_line(
+    part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = StandIn(step=4, **{part: StopRequested(signal.SIGTERM)})
+    if part == "close":
+        # The signal interrupted the closing; that has to be taken up again.
+        trainer._call = _fails_once(trainer)  # type: ignore[method-assign]  # a stand-in's part
+    with pytest.raises(StopRequested):
+        run(trainer)
+    assert trainer.calls[-1] == "close" and trainer.calls.count("close") == 1 + (part == "close")
+    assert said(caplog)[-2] == "Stopped by SIGTERM."
+    assert said(caplog)[-1].startswith("Newest checkpoint: ")
+
+
+def _fails_once(trainer: StandIn) -> Any:
+    def call(name: str) -> None:
+        trainer.calls.append(name)
+        if error := trainer.errors.pop(name, None):
+            raise error
+
+    return call
+
+
+@pytest.fixture
+def quiet_main(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """``main`` without what lasts beyond it: handlers of the logger, the structured log."""
+    config = SimpleNamespace(dump_folder="", debug=SimpleNamespace(enable_structured_logging=False))
+    monkeypatch.setattr(train, "parse_or_exit", lambda: config)
+    monkeypatch.setattr(train, "init_logger", lambda: None)
+    return monkeypatch
+
+
+def test_a_stopped_program_exits_with_the_code_of_its_signal(
+    quiet_main: pytest.MonkeyPatch,
+) -> None:
+    quiet_main.setattr(train, "run", lambda config: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code == 130
+
+
+def test_an_error_that_follows_a_signal_is_no_failure(quiet_main: pytest.MonkeyPatch) -> None:
+    def broken_connection(config: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except StopRequested:
+            raise RuntimeError("Connection closed by peer") from None
+
+    quiet_main.setattr(train, "run", broken_connection)
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code == 143
+
+
+def test_an_error_is_left_to_python_which_exits_with_1(quiet_main: pytest.MonkeyPatch) -> None:
+    def fails(config: Any) -> None:
+        raise ValueError("bad row")
+
+    quiet_main.setattr(train, "run", fails)
+    with pytest.raises(ValueError, match="bad row"):
+        train.main()
+
+
+def test_settings_that_cannot_be_used_exit_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "init_logger", lambda: None)
+    monkeypatch.setattr("sys.argv", ["train.py", "--module", "llama3", "--config", "unheard_of"])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code == 2
+    assert "unheard_of" in capsys.readouterr().err
