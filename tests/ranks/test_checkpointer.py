@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -101,12 +102,12 @@ def see_different_disks(folder: Path) -> Any:
     """Rank 1 sees an empty folder and cannot read an index, as on a slow network disk."""
     run = build_run(folder, async_mode="async", keep_latest_k=2)
     if dist.get_rank() == 1:
-        run.manager._storage.isdir = lambda path: False  # pyrefly: ignore[missing-attribute]
+        patch.object(run.manager._storage, "isdir", return_value=False).start()
 
         def read_index(checkpoint_id: str) -> Any:
             raise dcp_index.CheckpointReadError("rank 1 sees no index")
 
-        dcp_index.read_index = read_index
+        patch.object(dcp_index, "read_index", read_index).start()
     assert run.manager.load()
     begun_at = run.step
     run.train(begun_at + 2)

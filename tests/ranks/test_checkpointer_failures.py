@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,14 +48,14 @@ def stop_writers(at: str, act: Callable[[], None]) -> None:
                 rename(*paths)
 
             if at == "before the index has its name":
-                self.fs.rename = rename_later  # pyrefly: ignore[bad-assignment]
+                patch.object(self.fs, "rename", rename_later).start()
             super().finish(metadata, results)
 
-    dcp.DurableFileSystemWriter = Stopping  # pyrefly: ignore[bad-assignment]
+    patch.object(dcp, "DurableFileSystemWriter", Stopping).start()
 
 
 def run_freely() -> None:
-    dcp.DurableFileSystemWriter = DurableFileSystemWriter
+    patch.stopall()
 
 
 def disk_full() -> None:
@@ -106,15 +107,14 @@ def fail_to_make_ready(folder: Path) -> str:
     """Rank 0 cannot move another history aside; the others learn of it without a disk of their own."""
     run = build_run(folder, async_mode="async")
     run.manager.load(1)
-    move = run.manager._storage.move
     if dist.get_rank() == 0:
 
         def refuse(source: str, target: str) -> None:
             raise PermissionError(f"{source} is protected")
 
-        run.manager._storage.move = refuse  # pyrefly: ignore[missing-attribute]
+        patch.object(run.manager._storage, "move", refuse).start()
     message = message_of(run.train, 2)
-    run.manager._storage.move = move  # pyrefly: ignore[missing-attribute]
+    run_freely()
     run.train(3)
     run.manager.close()
     return message
