@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -147,25 +148,23 @@ class LRSchedulersContainer(Stateful, Configurable):
 
 def _fit_phases(config: LRSchedulersContainer.Config, total: int) -> tuple[int, int]:
     """Warm-up and decay steps that fit into ``total`` together; says so when it must cut one."""
-    warmup = config.warmup_steps
-    if warmup > total:
-        logger.warning(
-            f"lr_scheduler.warmup_steps is {warmup}, but the schedule has {total} steps: warming up "
-            "until its end."
-        )
-        warmup = total
+    warmup = min(config.warmup_steps, total)
     left = total - warmup
-    if config.decay_ratio is None:
-        return warmup, left
-    decay = round(total * config.decay_ratio)
-    if decay > left:
-        logger.warning(
-            f"{warmup} warm-up steps and {decay} decay steps (lr_scheduler.decay_ratio "
-            f"{config.decay_ratio}) exceed the {total} steps of the schedule: decaying over the last "
-            f"{left}."
-        )
-        decay = left
-    return warmup, decay
+    wanted = left if config.decay_ratio is None else round(total * config.decay_ratio)
+    # Every rank has the same schedule: one of them says so.
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        if warmup < config.warmup_steps:
+            logger.warning(
+                f"lr_scheduler.warmup_steps is {config.warmup_steps}, but the schedule has {total} steps: "
+                "warming up until its end."
+            )
+        elif wanted > left:
+            logger.warning(
+                f"{warmup} warm-up steps and {wanted} decay steps (lr_scheduler.decay_ratio "
+                f"{config.decay_ratio}) exceed the {total} steps of the schedule: decaying over the last "
+                f"{left}."
+            )
+    return warmup, min(wanted, left)
 
 
 def _lr_factor(
