@@ -9,6 +9,7 @@ from torchtitan.config import CommConfig
 from torchtitan.distributed.failure import PeerError, PeerFailureWatch, raise_together
 from torchtitan.distributed.utils import init_distributed, job_store
 from torchtitan.tools.logging import init_logger
+from torchtitan.tools.signals import StopRequested
 
 from tests.ranks.pool import end_of_ranks, RankEnd, run_on_ranks
 
@@ -52,6 +53,18 @@ def _one_raises_while_the_other_is_stuck() -> None:
         _wait_for_ever()
     watch.publish(ValueError("row 7 is broken"))
     raise SystemExit(1)
+
+
+def _one_is_stopped_while_the_other_closes() -> None:
+    rank, watch = _start(grace_seconds=0.0)
+    if rank == 0:
+        watch.publish(StopRequested(signal.SIGTERM), step=4)
+    else:
+        assert watch.wait(20.0) is not None
+        # Longer than the watch would leave it after a failure.
+        watch._thread.join(20.0)
+        assert not watch._thread.is_alive()
+    watch.close()
 
 
 def _host_of_the_store_is_killed() -> None:
@@ -133,6 +146,14 @@ def test_a_rank_that_is_stuck_logs_the_error_and_is_ended_after_the_grace() -> N
     assert "did not end within 1 s" in ends[0].log
     assert "_wait_for_ever" in ends[0].detail + ends[0].log
     assert _seconds(ends) < 30
+
+
+def test_a_rank_that_is_asked_to_stop_is_no_failure_and_sets_the_others_no_limit() -> None:
+    ends = end_of_ranks(2, _one_is_stopped_while_the_other_closes, init=False)
+    for end in ends:
+        assert end.how == "returned", end
+        assert "rank 0 was stopped, at step 4: SIGTERM" in end.log
+        assert "failed" not in end.log and "Traceback" not in end.log
 
 
 def test_the_loss_of_the_store_ends_the_ranks_that_are_left() -> None:
