@@ -22,10 +22,9 @@ from torchtitan.components.checkpointer import (
     OPTIMIZER,
     TRAIN_STATE,
 )
-from torchtitan.components.checkpointer.dcp_index import own_folder
+from torchtitan.components.checkpointer.dcp_index import DcpStorage, own_folder
 from torchtitan.components.checkpointer.errors import CheckpointError
 from torchtitan.components.checkpointer.source import find_source, Request
-from torchtitan.components.checkpointer.storage import FilesystemStorage
 from torchtitan.components.data import BaseDataLoader
 from torchtitan.components.loss import BaseLoss
 from torchtitan.config import ConfigManager
@@ -204,8 +203,7 @@ def _data(config: Trainer.Config) -> Iterator[str]:
         return  # reported as a violation of that field already
     yield from config.dataloader.check(**sizes)
     if config.validator.enable:
-        for problem in config.validator.dataloader.check(**sizes):
-            yield f"validator: {problem}"
+        yield from config.validator.check(**sizes)
 
 
 def _dump_folder(folder: str) -> Iterator[str]:
@@ -261,7 +259,7 @@ def _load_source(config: Trainer.Config) -> Iterator[str]:
         initial_load_in_hf_quantized=checkpoint.initial_load_in_hf_quantized,
         hf_assets_path=config.hf_assets_path,
     )
-    storage = FilesystemStorage()
+    storage = DcpStorage()
     try:
         find_source(request, own_folder(folder, storage, _STATE_KEYS), storage)
     except (CheckpointError, ValueError) as error:

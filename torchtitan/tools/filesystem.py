@@ -87,6 +87,19 @@ def rmtree(path: str) -> None:
         pass
 
 
+def remove_file(path: str) -> None:
+    """Delete the file ``path``, durably; a missing one is no error."""
+    try:
+        if is_remote(path):
+            fs, inner = _resolve(path)
+            fs.rm_file(inner)
+            return
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    fsync_dir(os.path.dirname(path) or ".")
+
+
 def makedirs(path: str) -> None:
     """Create the directory ``path`` with its parents; durable; one that exists is no error."""
     if is_remote(path):

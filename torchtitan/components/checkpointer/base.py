@@ -21,7 +21,7 @@ from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
 from torchtitan.components.checkpointer.history import supersede, supersede_newer
-from torchtitan.components.checkpointer.retention import expired, purge_thread
+from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
 from torchtitan.components.checkpointer.schedule import SaveSchedule
 from torchtitan.components.checkpointer.settings import violations
 from torchtitan.components.checkpointer.source import find_source, Request, Source
@@ -132,6 +132,8 @@ class BaseCheckpointManager(Configurable, ABC):
     keep_latest_k: int
     save_future: "Future[Any] | None"
     _storage: MovingStorage
+    # Queued for deletion: a directory that is half gone must not be taken for a save that died.
+    _expiring: frozenset[str] = frozenset()
 
     def __init__(
         self, config: Config, *, storage: MovingStorage, base_folder: str, sd_adapter: Any
@@ -346,26 +348,20 @@ class BaseCheckpointManager(Configurable, ABC):
         )
 
     def _purge_stale_checkpoints(self, *, is_save_in_flight: bool = True) -> None:
-        """Queue expired checkpoints for deletion.
-
-        While a save is in flight its directory cannot be told from one that died, so everything
-        of ours counts and only the oldest go. With nothing in flight the next save gets a slot
-        (``keep_latest_k - 1`` complete ones stay), and what died is deleted at once.
-        """
+        """Queue expired checkpoints for deletion, and delete at once what died; rank 0 only."""
         if not self._should_purge():
             return
         found = discovery.find_steps(self._storage, self.folder, parse=self._parse_step)
-        if is_save_in_flight:
-            for path in expired([path for _, path, _ in found], self.keep_latest_k):
-                self.purge_queue.put(path)
-            return
-        complete = []
-        for _, path, is_staging in found:
-            if is_staging or not self._is_valid_checkpoint(path):
-                self._remove_abandoned(path)
-            else:
-                complete.append(path)
-        for path in expired(complete, self.keep_latest_k - 1):
+        purge = plan_purge(
+            [entry for entry in found if entry[1] not in self._expiring],
+            self.keep_latest_k,
+            is_save_in_flight=is_save_in_flight,
+            is_complete=self._is_valid_checkpoint,
+        )
+        for path in purge.abandoned:
+            self._remove_abandoned(path)
+        self._expiring |= frozenset(purge.expired)
+        for path in purge.expired:
             self.purge_queue.put(path)
 
     def _remove_abandoned(self, path: str) -> None:

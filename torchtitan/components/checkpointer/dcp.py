@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.checkpointer.dcp_index import DcpStorage as _FilesystemCheckpointStorage
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.errors import (
@@ -39,9 +40,6 @@ from torchtitan.components.checkpointer.state import (
     ModelWrapper,
     OPTIMIZER,
     require_known,
-)
-from torchtitan.components.checkpointer.storage import (
-    FilesystemStorage as _FilesystemCheckpointStorage,
 )
 from torchtitan.config.violations import reject
 from torchtitan.observability import structured_logger as sl

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
 from torchtitan.components.checkpointer.discovery import complete_steps, Kind, OwnFolder, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
-from torchtitan.components.checkpointer.storage import CheckpointStorage
+from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
 from torchtitan.tools.logging import logger
 
 Shape = tuple[int, ...] | None
@@ -26,6 +26,12 @@ MARKER = ".metadata"
 
 HF_MARKER = "model.safetensors.index.json"
 """Index of an export in Hugging Face format."""
+
+
+class DcpStorage(FilesystemStorage):
+    """Files and folders, of which the index goes first when a checkpoint is deleted."""
+
+    markers = (MARKER, HF_MARKER)
 
 
 def read_index(checkpoint_id: str) -> Metadata:

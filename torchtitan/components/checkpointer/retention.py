@@ -2,11 +2,12 @@
 
 Choosing is pure; deleting is slow and happens beside training, on rank 0 only.
 
-    base._purge_stale_checkpoints -> expired -> purge_queue -> purge_thread -> storage.remove
+    base._purge_stale_checkpoints -> plan_purge -> purge_queue -> purge_thread -> storage.remove
 """
 
 import queue
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torchtitan.tools.logging import logger
@@ -17,6 +18,37 @@ T = TypeVar("T")
 def expired(oldest_first: Sequence[T], keep: int) -> list[T]:
     """What may be deleted so that the ``keep`` newest stay; ``keep`` 0 deletes everything."""
     return list(oldest_first[: max(len(oldest_first) - keep, 0)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Purge:
+    """What to delete, oldest first."""
+
+    abandoned: list[str]
+    """Left behind by saves that died."""
+
+    expired: list[str]
+    """Checkpoints that newer ones have pushed out."""
+
+
+def plan_purge(
+    found: Sequence[tuple[int, str, bool]],
+    keep: int,
+    *,
+    is_save_in_flight: bool,
+    is_complete: Callable[[str], bool],
+) -> Purge:
+    """Decide over ``found``: (step, path, is a staging name) of all directories of ours, sorted.
+
+    While a save is in flight its directory cannot be told from one that died, so everything of
+    ours counts and only the oldest go. With nothing in flight the next save gets a slot
+    (``keep - 1`` complete ones stay), and what is not complete has died.
+    """
+    if is_save_in_flight:
+        return Purge(abandoned=[], expired=expired([path for _, path, _ in found], keep))
+    complete = [path for _, path, is_staging in found if not is_staging and is_complete(path)]
+    abandoned = [path for _, path, _ in found if path not in set(complete)]
+    return Purge(abandoned=abandoned, expired=expired(complete, keep - 1))
 
 
 def purge_thread(

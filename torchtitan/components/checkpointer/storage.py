@@ -44,7 +44,13 @@ class MovingStorage(CheckpointStorage, Protocol):
 
 
 class FilesystemStorage:
-    """``MovingStorage`` on a local path or any fsspec URI."""
+    """``MovingStorage`` on a local path or any fsspec URI.
+
+    A backend names the files that make a checkpoint complete in ``markers``: they are deleted
+    before the rest, so that a deletion cut short never leaves what looks complete.
+    """
+
+    markers: tuple[str, ...] = ()
 
     def isdir(self, path: str) -> bool:
         return filesystem.isdir(path)
@@ -56,6 +62,8 @@ class FilesystemStorage:
         return filesystem.listdir(path)
 
     def remove(self, path: str) -> None:
+        for marker in self.markers:
+            filesystem.remove_file(f"{path}/{marker}")
         filesystem.rmtree(path)
         # The local rmtree goes on past entries it cannot delete.
         if filesystem.exists(path):
