@@ -22,6 +22,20 @@ from torchtitan.trainer import Trainer
 def main() -> None:
     """Train as the command line says; the exit code says how it ended."""
     init_logger()
+    with StopSignals() as signals:
+        stop_with_launcher()
+        try:
+            run(_prepare())
+        except StopRequested as stop:
+            sys.exit(stop.exit_code)
+        except Exception:
+            # A rank that was inside a collective feels the stop of the others before its own.
+            if signals.received is not None:
+                sys.exit(signals.received.exit_code)
+            raise
+
+
+def _prepare() -> Trainer.Config:
     config = parse_or_exit()
     logger.info(f"torchtitan {__version__}")
     sl.init_structured_logger(
@@ -30,17 +44,7 @@ def main() -> None:
         enable=config.debug.enable_structured_logging,
     )
     sl.log_trace_instant("structured_logger_started")
-    with StopSignals() as signals:
-        stop_with_launcher()
-        try:
-            run(config)
-        except StopRequested as stop:
-            sys.exit(stop.exit_code)
-        except Exception:
-            # A rank that was inside a collective feels the stop of the others before its own.
-            if signals.received is not None:
-                sys.exit(signals.received.exit_code)
-            raise
+    return config
 
 
 def run(config: Trainer.Config) -> None:
@@ -71,8 +75,12 @@ def _close_after(first: BaseException, trainer: Trainer) -> None:
     except Exception as error:
         # The error that came first is the one to raise; this one must not hide it.
         logger.error(f"Closing after the error failed as well: {error}")
+    failure = trainer.peers.first_failure()
     if isinstance(first, StopRequested):
         logger.warning(f"Stopped by {first}.")
+    elif failure is not None and failure.is_stop:
+        # What this rank felt is only that another one stopped before it.
+        logger.warning(f"Stopped by {failure.reason}.")
     _say(_how_to_go_on(trainer))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torchtitan import train
+from torchtitan.distributed.failure import RankFailure
 from torchtitan.tools.signals import StopRequested
 
 
@@ -23,7 +24,10 @@ class StandIn:
         self.checkpointer = SimpleNamespace(
             enable=True, newest_checkpoint=lambda: "/run/checkpoint/step-8", save=self._save
         )
-        self.peers = SimpleNamespace(close=lambda: self.calls.append("peers"))
+        self.first_failure: RankFailure | None = None
+        self.peers = SimpleNamespace(
+            close=lambda: self.calls.append("peers"), first_failure=lambda: self.first_failure
+        )
 
     def train(self) -> None:
         self._call("train")
@@ -145,6 +149,16 @@ def test_a_signal_closes_the_run_and_is_named_before_the_last_line(
     assert trainer.calls[-1] == "close" and trainer.calls.count("close") == 1 + (part == "close")
     assert said(caplog)[-2] == "Stopped by SIGTERM."
     assert said(caplog)[-1].startswith("Newest checkpoint: ")
+
+
+def test_a_rank_that_felt_the_stop_of_another_names_the_signal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = StandIn(step=4, train=RuntimeError("Connection closed by peer"))
+    trainer.first_failure = RankFailure(rank=1, step=4, reason="SIGINT", traceback="", is_stop=True)
+    with pytest.raises(RuntimeError):
+        run(trainer)
+    assert said(caplog)[-2] == "Stopped by SIGINT."
 
 
 def _fails_once(trainer: StandIn) -> Any:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -111,10 +111,10 @@ class PeerFailureWatch:
         self._lock = threading.Lock()
         if not self._peers:
             return
-        # Connections of our own: one that the main thread waits on would make us wait too.
         store = dist.PrefixStore("failure", store)
-        self._store: dist.Store = store.clone()  # pyrefly: ignore[missing-attribute]
-        self._thread_store: dist.Store = store.clone()  # pyrefly: ignore[missing-attribute]
+        # Connections of our own: one that the main thread waits on would make us wait too.
+        clone: Callable[[], dist.Store] = store.clone  # pyrefly: ignore[missing-attribute]  (stub)
+        self._store, self._thread_store = clone(), clone()
         self._thread = threading.Thread(target=self._listen, name="peer-failure-watch", daemon=True)
         self._thread.start()
 
