@@ -17,7 +17,7 @@ SETTINGS = [
     "--metrics.log_freq=1",
     f"--training.max_context_length={CONTEXT}",
     f"--training.num_tokens_per_microbatch_per_dp_rank={CONTEXT}",
-    f"--training.num_tokens_per_train_step={4 * CONTEXT}",
+    f"--training.num_tokens_per_train_step={2 * CONTEXT}",
 ]
 LLAMA = ["--module", "llama3", "--config", "llama3_jargon"]
 FAULTY = ["--module", "tests.integration_tests.faults", "--config", "faulty"]
