@@ -39,7 +39,7 @@ def llama3_jargon() -> Trainer.Config:
         training=TrainingConfig(
             num_tokens_per_microbatch_per_dp_rank=4 * 256,
             max_context_length=256,
-            steps=200,
+            steps=150,
             # bfloat16 is emulated on most CPUs, at a tenth of the speed.
             mixed_precision_param="float32",
         ),
