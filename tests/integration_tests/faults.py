@@ -8,6 +8,7 @@ Used like any other recipe, so that the whole path from the command line to the 
 import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,9 +24,9 @@ MAX_FILE_BYTES = 1 << 20
 
 @dataclass(kw_only=True, slots=True)
 class Fault:
-    kind: Literal["none", "raise", "kill", "interrupt", "full_disk"] = "none"
-    """raise an error; SIGKILL the own process; SIGINT for it; no longer be able to write a file of
-    more than a mebibyte."""
+    kind: Literal["none", "raise", "kill", "interrupt", "wait", "full_disk"] = "none"
+    """raise an error; SIGKILL the own process; SIGINT for it; wait for a signal; no longer be able
+    to write a file of more than a mebibyte."""
 
     rank: int = 1
     """Where; -1 is everywhere."""
@@ -62,6 +63,8 @@ class FaultyTrainer(Trainer):
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
+        if kind == "wait":
+            threading.Event().wait()
         if kind == "full_disk":
             # Python ignores the signal that comes with it, so writes fail with EFBIG.
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -86,13 +86,17 @@ class Journey:
 def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
     base = tmp_path_factory.mktemp("journey")
     journey = Journey(base / "run", base / "cache")
+    # However fast the machine and however late the test: no start uses up the steps of the others.
+    at_most = [*FAULTY, "--fault.kind=wait", f"--fault.after_steps={3 * INTERVAL}"]
     for name in ("power_cut", "launcher_killed", "ctrl_c", "sigterm"):
-        journey.interrupt(name)
-    fault = [*FAULTY, "--fault.after_steps=5"]
+        journey.interrupt(name, *at_most)
+    raises = [*FAULTY, "--fault.kind=raise", f"--fault.after_steps={INTERVAL + 1}"]
     logs = f"--log-dir {base / 'logs'}"
-    journey.interrupt("rank_raises", *fault, "--fault.kind=raise", TORCHRUN_ARGS=logs)
-    once = ["--fault.kind=kill", "--fault.first_attempt_only"]
-    journey.interrupt("rank_killed", *fault, *once, TORCHRUN_ARGS="--max-restarts 1")
+    journey.interrupt("rank_raises", *raises, TORCHRUN_ARGS=logs)
+    # The second save has awaited the first, so that one cannot be lost any more.
+    killed = [*FAULTY, "--fault.kind=kill", f"--fault.after_steps={2 * INTERVAL + 1}"]
+    once = "--fault.first_attempt_only"
+    journey.interrupt("rank_killed", *killed, once, TORCHRUN_ARGS="--max-restarts 1")
     batch = f"--training.num_tokens_per_train_step={8 * CONTEXT}"
     journey.interrupt("fake", batch, COMM_MODE="fake_backend", NGPU="8")
     return journey
@@ -145,7 +149,7 @@ def test_the_error_of_one_rank_is_in_the_log_of_every_rank(journey: Journey) -> 
     assert start.code not in (0, 2), start.output
     logs = sorted((journey.folder.parent / "logs").glob("*/attempt_0/*/stdout.log"))
     assert [log.parent.name for log in logs] == ["0", "1"]
-    step = start.newest_before + 6
+    step = start.newest_before + INTERVAL + 2
     for log in logs:
         text = log.read_text()
         assert f"rank 1 failed first, at step {step}: Traceback" in text

@@ -60,7 +60,7 @@ class StopSignals:
             raise self.received
 
 
-def stop_with_launcher(poll_seconds: float = 1.0) -> None:
+def stop_with_launcher(poll_seconds: float = 0.25) -> None:
     """Send this process SIGTERM once the torchrun that started it is gone; without one do nothing.
 
     torchrun gives each rank a session of its own. A torchrun that is killed leaves them training,
