@@ -10,7 +10,8 @@ so that the watch for failed ranks (``failure.py``) can speak when the collectiv
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -30,6 +31,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _meetings = itertools.count()
 _store: dist.Store | None = None
+_timeout: timedelta | None = None
 
 
 def dist_sum_tensor(
@@ -165,8 +167,8 @@ def init_distributed(
             "the process group was started before; keeping it with its backend and timeouts"
         )
         return dist.get_world_size()
-    global _store
-    _store = None
+    global _store, _timeout
+    _store, _timeout = None, None
     if comm_config.mode in ("fake_backend", "local_tensor"):
         world_size, rank = _simulated_world()
         init_fake_mode(world_size, comm_config.mode, rank=rank)
@@ -188,7 +190,7 @@ def init_distributed(
         world_size=world_size,
         timeout=timeout,
     )
-    _store = store
+    _store, _timeout = store, timeout
     return world_size
 
 
@@ -274,6 +276,8 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     """
     if dist.get_backend() == "fake":
         return  # Simulated ranks are never late, and their groups refuse a timeout.
+    global _timeout
+    _timeout = timeout
     # A rank still in its first step would have the new timeout sprung on it by the others.
     dist.barrier()
     if device_type != "cpu":
@@ -290,6 +294,27 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
             logger.warning(
                 "the group %s keeps its timeout of the start: %s", group.group_name, error
             )
+
+
+@contextmanager
+def patience(timeout: timedelta) -> Generator[None]:
+    """Let the default group's collectives in the block take up to ``timeout``, if that is longer.
+
+    For waits on disks: ranks finish writing minutes apart, which between two steps would be a hang.
+    """
+    group, usual = dist.group.WORLD, _timeout
+    if group is None or usual is None or usual >= timeout or dist.get_backend() == "fake":
+        yield
+        return
+    try:
+        group.set_timeout(timeout)
+    except RuntimeError:
+        yield  # A backend whose timeout is fixed; set_pg_timeouts has said so.
+        return
+    try:
+        yield
+    finally:
+        group.set_timeout(usual)
 
 
 def clip_grad_norm_(

@@ -53,6 +53,9 @@ __all__ = [
 ]
 
 
+_FIRST_STEP_IGNORED = "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
+
+
 class BaseCheckpointManager(Configurable, ABC):
     """Saves and loads the state of a run; see the hooks for what a backend supplies."""
 
@@ -117,11 +120,9 @@ class BaseCheckpointManager(Configurable, ABC):
             for violation in violations(self):
                 reject(violation)
             if is_collecting():
-                return  # said once, when the manager is built
+                return  # the copies that parsing and building make say nothing new
             if self.load_only and self.enable_first_step_checkpoint:
-                logger.warning(
-                    "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
-                )
+                logger.warning(_FIRST_STEP_IGNORED)
             if self.initial_load_model_only and not self.initial_load_path:
                 logger.warning(
                     "initial_load_model_only=True has no effect without an initial_load_path."
@@ -162,6 +163,9 @@ class BaseCheckpointManager(Configurable, ABC):
         self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
         self.load_only = config.load_only
         self.sd_adapter = sd_adapter
+        if self.load_only and self.enable_first_step_checkpoint:
+            # Said here too, because a config made by the command line says nothing itself.
+            logger.warning(_FIRST_STEP_IGNORED)
         self.save_future = None
         self._loaded_step: int | None = None
         self._history_settled = False
@@ -225,9 +229,15 @@ class BaseCheckpointManager(Configurable, ABC):
             self._close()
 
     def newest_checkpoint(self) -> str | None:
-        """Path of the newest complete checkpoint in the run's folder, or None."""
-        steps = self._complete_steps(self.folder) if self.enable else {}
-        return steps[max(steps)] if steps else None
+        """Path of the checkpoint a restart goes on from, the newest full one, or None."""
+        newest, _ = self._own_folder().newest_full() if self.enable else (None, [])
+        return None if newest is None else self._create_checkpoint_id(newest)
+
+    def exported_checkpoint(self) -> str | None:
+        """Path of the newest complete checkpoint if it holds only weights, else None."""
+        newest = self._find_load_step() if self.enable else -1
+        path = self._create_checkpoint_id(newest) if newest != -1 else ""
+        return path if path and self._kind_of(path) is Kind.MODEL_ONLY else None
 
     @abstractmethod
     def _load(self, step: int) -> bool: ...
@@ -272,6 +282,10 @@ class BaseCheckpointManager(Configurable, ABC):
             self._storage, folder, parse=self._parse_step, is_complete=self._is_valid_checkpoint
         )
 
+    def _own_folder(self) -> OwnFolder:
+        steps = self._complete_steps(self.folder)
+        return OwnFolder(path=self.folder, step_paths=steps, kind_of=self._kind_of)
+
     def _find_load_step(self, folder: str = "") -> int:
         """The newest complete step in ``folder`` (default: the run's own), or -1."""
         return max(self._complete_steps(folder or self.folder), default=-1)
@@ -287,15 +301,7 @@ class BaseCheckpointManager(Configurable, ABC):
             hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
         )
 
-        def find() -> Source | None:
-            own = OwnFolder(
-                path=self.folder,
-                step_paths=self._complete_steps(self.folder),
-                kind_of=self._kind_of,
-            )
-            return find_source(request, own, self._storage)
-
-        source = rank_zero_decides(find)
+        source = rank_zero_decides(lambda: find_source(request, self._own_folder(), self._storage))
         # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
         # everything but the step: whatever is beyond then belongs to another history.
         counts_on = TRAIN_STATE not in self.exclude_from_loading

@@ -12,7 +12,8 @@ import enum
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import timedelta
+from typing import Any, cast, Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -42,12 +43,17 @@ from torchtitan.components.checkpointer.state import (
     require_known,
 )
 from torchtitan.config.violations import reject
+from torchtitan.distributed.utils import patience
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 # DCP's own error is no Exception.
 _FAILURES = (Exception, dcp.CheckpointException)
+
+
+_DISK_TIMEOUT = timedelta(minutes=30)
+# How long a rank waits for the slowest disk when all ranks write at once; gloo's own default.
 
 
 class AsyncMode(str, enum.Enum):
@@ -131,7 +137,8 @@ class CheckpointManager(BaseCheckpointManager):
         self._report: SaveReport | None = None
         self.async_mode = AsyncMode(config.async_mode)
         is_async = self.async_mode is not AsyncMode.DISABLED
-        self.pg = dist.new_group(backend="gloo") if is_async else None
+        # A cast, because new_group answers with a number on ranks that are not members.
+        self.pg = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if is_async else None
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
         return dcp_index.parse_entry(filename)
@@ -243,12 +250,14 @@ class CheckpointManager(BaseCheckpointManager):
             is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
         )
         try:
-            # Nothing expires with the last save: there is no later one whose space it would free.
-            self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
-            if last_step:
-                self._save_last_step(curr_step)
-            else:
-                self._dispatch(checkpoint_id)
+            with patience(_DISK_TIMEOUT):
+                # Nothing expires with the last save: no later one needs the space.
+                self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
+                self._report.dispatched()
+                if last_step:
+                    self._save_last_step(curr_step)
+                else:
+                    self._dispatch(checkpoint_id)
         except _FAILURES as error:
             raise _save_error(curr_step, checkpoint_id, error) from error
         if self.save_future is None:

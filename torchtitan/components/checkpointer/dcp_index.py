@@ -4,6 +4,7 @@ All of this happens before a tensor is read. DCP itself names one missing key at
 who points at the wrong checkpoint should hear everything at once.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -133,11 +134,17 @@ def require_match(
         CheckpointMismatchError: names every missing, unexpected and mis-shaped key, on all ranks.
         CheckpointReadError: the index cannot be read, on all ranks.
     """
-    wanted: dict[str, Shape] = {}
-    for part in gather(dict(leaves(states)), group):
-        wanted.update(part)
+    wanted = _union(dict(leaves(states)), group)
     # Rank 0 alone reads: a rank that failed to, by itself, would leave the others waiting.
     rank_zero_decides(lambda: _compare(path, wanted, read_index(path), other_keys), group)
+
+
+def _union(own: dict[str, Shape], group: "dist.ProcessGroup | None") -> dict[str, Shape]:
+    """The entries of all ranks; sent around only where they differ (pipeline stages)."""
+    listing = repr(sorted(own.items())).encode()
+    if len(set(gather(hashlib.sha256(listing).hexdigest(), group))) == 1:
+        return own
+    return {name: shape for part in gather(own, group) for name, shape in part.items()}
 
 
 def _compare(

@@ -71,8 +71,13 @@ class DurableFileSystemWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, and return once their names are durable as well."""
-        written = super().write_data(plan, planner)
-        written.wait()
+        try:
+            written = super().write_data(plan, planner)
+            written.wait()
+        except RuntimeError as error:
+            # torch's archive writer fails once more when it closes the file; alone, that error
+            # would reach the other ranks, and it does not say that the disk is full.
+            raise _disk_error(error) or error from error
         filesystem.fsync_dir(os.fspath(self.path))
         return written
 
@@ -81,3 +86,11 @@ class DurableFileSystemWriter(FileSystemWriter):
         super().finish(metadata, results)
         filesystem.fsync_dir(os.fspath(self.path))
         filesystem.fsync_dir(os.path.dirname(os.fspath(self.path)))
+
+
+def _disk_error(error: BaseException) -> OSError | None:
+    """The operating system's error behind ``error``, if there is one."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    return link

@@ -46,9 +46,13 @@ def plan_purge(
     """
     if is_save_in_flight:
         return Purge(abandoned=[], expired=expired([path for _, path, _ in found], keep))
-    complete = [path for _, path, is_staging in found if not is_staging and is_complete(path)]
-    abandoned = [path for _, path, _ in found if path not in set(complete)]
-    return Purge(abandoned=abandoned, expired=expired(complete, keep - 1))
+    complete = {path for _, path, is_staging in found if not is_staging and is_complete(path)}
+    # Step 0 is a seed that other runs may begin from; it takes no slot and never expires.
+    counted = [path for step, path, _ in found if path in complete and step != 0]
+    return Purge(
+        abandoned=[path for _, path, _ in found if path not in complete],
+        expired=expired(counted, keep - 1),
+    )
 
 
 def purge_thread(

@@ -18,7 +18,7 @@ _SCALAR = "train.checkpoint_write.native_dcp.execute.{mode}_total.latency_ms"
 
 
 class SaveReport:
-    """One save, from the moment the training thread handed it over."""
+    """One save: what it cost the training thread, and when it was durable."""
 
     def __init__(
         self, step: int, path: str, storage: MovingStorage, *, background: bool, is_speaker: bool
@@ -28,10 +28,14 @@ class SaveReport:
         self._storage = storage
         self._background = background
         self._is_speaker = is_speaker
-        self._started_at = time.monotonic()
+        self._started_at = self._dispatched_at = time.monotonic()
         self._blocked_seconds = 0.0
         self._lock = threading.Lock()
         self._reported = False
+
+    def dispatched(self) -> None:
+        """The folder is ready; the state goes to the backend now."""
+        self._dispatched_at = time.monotonic()
 
     def handed_over(self) -> None:
         """The training thread goes on from here."""
@@ -57,7 +61,7 @@ class SaveReport:
         self._succeeded("sync")
 
     def _succeeded(self, mode: str) -> None:
-        seconds = time.monotonic() - self._started_at
+        seconds = time.monotonic() - self._dispatched_at
         sl.log_trace_scalar({_SCALAR.format(mode=mode): seconds * 1000.0})
         if not self._is_speaker:
             return
