@@ -5,7 +5,7 @@ only then given memory and its first values, which do not depend on the sharding
 """
 
 import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 class RunConfig(Protocol):
     """The sections of a run's config that shape its model."""
 
+    model_spec: ModelSpec | None
     training: TrainingConfig
     parallelism: ParallelismConfig
     compile: CompileConfig
@@ -36,23 +37,38 @@ class RunConfig(Protocol):
     dump_folder: str
 
 
-def build_model(spec: ModelSpec, config: RunConfig) -> tuple[BaseModel.Config, BaseModel]:
-    """The model's config, fitted to the run, and the model on the meta device.
+C = TypeVar("C", bound=RunConfig)
+
+
+def fitted(config: C) -> C:
+    """A copy of ``config`` with its model fitted to the run and its overrides carried out.
+
+    The original stays as it was: one recipe may build several trainers.
 
     Raises:
-        ValueError: the model cannot be run with these settings.
+        ValueError: the model cannot be run with these settings, or an override is for nothing.
+        ImportError: the module of an override cannot be imported.
+    """
+    config = copy.deepcopy(config)
+    assert config.model_spec is not None, "a recipe sets model_spec"
+    config.model_spec.model.update_from_config(config=config)
+    for place in apply_overrides(config.override, config):
+        logger.info(f"Override: replaced {place}")
+    return config
+
+
+def build_model(config: RunConfig) -> BaseModel:
+    """The model of a ``fitted`` config on the meta device, so without memory.
+
+    Raises:
         RuntimeError: a submodule cannot initialise itself.
     """
-    # The recipe's description stays as it was: one recipe may build several trainers.
-    model_config = copy.deepcopy(spec.model)
-    model_config.update_from_config(config=config)
-    for line in apply_overrides(config.override, model_config):
-        logger.info(line)
+    assert config.model_spec is not None, "a recipe sets model_spec"
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), utils.set_default_dtype(dtype):
-        model = model_config.build()
+        model = config.model_spec.model.build()
     model.verify_module_protocol()
-    return model_config, model
+    return model
 
 
 def batch_sizes(training: TrainingConfig, dp_degree: int) -> tuple[int, int]:
@@ -76,18 +92,18 @@ def batch_sizes(training: TrainingConfig, dp_degree: int) -> tuple[int, int]:
 
 def materialize(
     model: BaseModel,
-    spec: ModelSpec,
     config: RunConfig,
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> Any:
     """Shard the model over the ranks, then give it memory and its first values."""
+    assert config.model_spec is not None, "a recipe sets model_spec"
     # A seed checkpoint is made in one process whose model may be larger than its accelerator.
     is_seed = config.checkpoint.create_seed_checkpoint
     offloads = config.training.enable_cpu_offload
     with sl.log_trace_span("model_parallelism_init"):
         if not is_seed:
-            model = spec.parallelize_fn(
+            model = config.model_spec.parallelize_fn(
                 model,
                 parallel_dims=parallel_dims,
                 training=config.training,

@@ -18,6 +18,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.observability import structured_logger as sl
+from torchtitan.protocols.model import split_inputs
 
 
 class TrainStep:
@@ -59,11 +60,7 @@ class TrainStep:
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Inputs, labels and further arguments of the model for one microbatch on the device."""
-        inputs = input_dict["input"]
-        extra_kwargs = {key: value for key, value in input_dict.items() if key != "input"}
-        if (positions := extra_kwargs.get("positions")) is not None:
-            masks = self.model_parts[0].get_attention_masks(positions)
-            extra_kwargs["attention_masks"] = masks
+        inputs, extra_kwargs = split_inputs(self.model_parts[0], input_dict)
         # Every rank takes as many tokens, so the count of the whole run needs no reduction and
         # does not depend on how many ranks there are.
         self.ntokens_seen += labels.numel() * self.dp_degree
@@ -144,8 +141,9 @@ def _require_finite(trainer: TrainStep, loss: torch.Tensor, grad_norm: torch.Ten
     torch._assert_async(
         finite.bool(),
         f"The loss or the gradient norm of step {trainer.step} is not finite; the parameters were "
-        "not updated. Resume from an earlier checkpoint with a lower learning rate or other data, "
-        "or find the cause with --debug.detect_anomaly.",
+        "not updated. Either training diverged (resume from an earlier checkpoint with a lower "
+        "learning rate or other data; --debug.detect_anomaly finds the operation), or no token of "
+        "the step counts in the loss.",
     )
 
 
@@ -156,6 +154,12 @@ def _log_step(
     global_valid_tokens: torch.Tensor,
     grad_norm: torch.Tensor,
 ) -> None:
+    sl.log_trace_scalar(
+        {
+            "local_valid_tokens": local_valid_tokens.item(),
+            "global_valid_tokens": global_valid_tokens.item(),
+        }
+    )
     average = largest = loss.item()
     if trainer.parallel_dims.dp_cp_enabled:
         loss_mesh = trainer.parallel_dims.get_optional_mesh("loss")

@@ -171,8 +171,8 @@ class Trainer(TrainStep, Stateful, Configurable):
                 logger.info(f"Wrote the config to {path}")
 
     def __init__(self, config: Config) -> None:
-        assert config.model_spec is not None, "a recipe sets model_spec"
-        self.config = config
+        self.config = config = assembly.fitted(config)
+        config._validate_cuda_graphs()  # overrides may have changed what it looks at
         self.step = 0
         self.ntokens_seen = 0
         self._saved_step = 0
@@ -202,36 +202,45 @@ class Trainer(TrainStep, Stateful, Configurable):
     def _watch_peers(self) -> PeerFailureWatch:
         store = dist_utils.job_store()
         world_size = dist.get_world_size() if store is not None else 1
-        return PeerFailureWatch(store or dist.HashStore(), dist.get_rank(), world_size)
+        return PeerFailureWatch(
+            store or dist.HashStore(),
+            dist.get_rank(),
+            world_size,
+            grace_seconds=self.config.comm.train_timeout_seconds,
+        )
 
     def _build(self, config: Config) -> None:
         config.maybe_log()
-        dims, training, spec = self.parallel_dims, config.training, config.model_spec
-        assert spec is not None
+        dims, training = self.parallel_dims, config.training
         batch_mesh = dims.get_optional_mesh("batch") if dims.dp_enabled else None
         self.dp_degree = batch_mesh.size() if batch_mesh is not None else 1
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh is not None else 0
+        self.num_pp_microbatches = 1
+        self.num_tokens_per_train_step, self.gradient_accumulation_steps = assembly.batch_sizes(
+            training, self.dp_degree
+        )
         self.gc_handler = utils.GarbageCollection(training.gc_freq, training.gc_debug)
         dist_utils.set_determinism(dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
+        self.metrics_processor = config.metrics.build(
+            parallel_dims=dims, dump_folder=config.dump_folder, config_dict=config.to_dict()
+        )
+        self.metrics_processor.total_steps = training.steps
+        self.loss_fn = config.loss.build(compile_config=config.compile)
+        self._build_model_and_optimizers(config)
+        self._build_data_and_checkpointer(config)
 
-        self.model_config, model = assembly.build_model(spec, config)
-        num_parameters, flops_per_token = self.model_config.get_nparams_and_flops(
+    def _build_model_and_optimizers(self, config: Config) -> None:
+        spec, dims, training = config.model_spec, self.parallel_dims, config.training
+        assert spec is not None
+        self.model_config = spec.model
+        model: Any = assembly.build_model(config)
+        num_parameters, flops_per_token = spec.model.get_nparams_and_flops(
             model, training.max_context_length
         )
         logger.info(
             f"Built {spec.name} {spec.flavor}: {num_parameters:,} parameters, on {dims.describe()}"
         )
-        self.metrics_processor = config.metrics.build(
-            parallel_dims=dims, dump_folder=config.dump_folder, config_dict=config.to_dict()
-        )
-        self.metrics_processor.num_flops_per_token = flops_per_token
-        self.metrics_processor.total_steps = training.steps
-        self.loss_fn = config.loss.build(compile_config=config.compile)
-        self.num_pp_microbatches = 1
-        self.num_tokens_per_train_step, self.gradient_accumulation_steps = assembly.batch_sizes(
-            training, self.dp_degree
-        )
-        model = assembly.materialize(model, spec, config, dims, self.device)
+        model = assembly.materialize(model, config, dims, self.device)
         self.model_parts = [model]
         if isinstance(self.loss_fn, ChunkedLossWrapper):
             # The loss applies the head itself, chunk by chunk, so that the logits of a whole
@@ -245,11 +254,13 @@ class Trainer(TrainStep, Stateful, Configurable):
         self.lr_schedulers = config.lr_scheduler.build(
             optimizers=self.optimizers, training_steps=training.steps
         )
+        self.metrics_processor.num_flops_per_token = flops_per_token
         self.metrics_processor.optimizers = self.optimizers
         self.metrics_processor.model_parts = self.model_parts
-        self._build_data_and_checkpointer(config, spec)
 
-    def _build_data_and_checkpointer(self, config: Config, spec: ModelSpec) -> None:
+    def _build_data_and_checkpointer(self, config: Config) -> None:
+        spec = config.model_spec
+        assert spec is not None
         self.tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
         data_options = {
             "dp_world_size": self.dp_degree,
@@ -329,9 +340,12 @@ class Trainer(TrainStep, Stateful, Configurable):
                 sl.set_step(self.step, relative_step=self.step - loaded_step)
                 with sl.log_trace_span("step"):
                     self.gc_handler.run(self.step)
+                    position = self.dataloader.state_dict()
                     try:
                         self.train_step(data_iterator)
                     except DataloaderExhaustedError as error:
+                        # Microbatches of a step that never ran were not trained on.
+                        self.dataloader.load_state_dict(position)
                         self._end_early(error, loaded_step)
                         return
                     self._save_and_validate()

@@ -125,7 +125,9 @@ def loop(steps: int, *, data_ends_after: int = 99, loaded: int = 0, interval: in
     calls: list[Any] = []
     trainer: Any = object.__new__(Trainer)
     trainer.step = trainer.ntokens_seen = trainer._saved_step = 0
-    trainer.dataloader = []
+    trainer.dataloader = MagicMock()
+    trainer.dataloader.state_dict.side_effect = lambda: {"row": trainer.step}
+    trainer.dataloader.load_state_dict.side_effect = lambda state: calls.append(("rewind", state))
     trainer.peers = trainer.gc_handler = MagicMock()
     trainer.metrics_processor = MagicMock(checkpoint_seconds_since_last_log=0.0)
     profiler = MagicMock()
@@ -181,7 +183,10 @@ def test_a_finished_run_does_nothing() -> None:
 
 
 def test_when_the_data_ends_the_step_before_is_saved_and_the_broken_one_is_not() -> None:
-    assert loop(9, data_ends_after=3)[-2:] == [("save", 3, False), ("save", 3, True)]
+    # Rewound to where step 4 began, before what it had fetched already.
+    assert loop(9, data_ends_after=3)[-3:] == [
+        *[("save", 3, False), ("rewind", {"row": 4}), ("save", 3, True)]
+    ]
 
 
 def test_when_the_data_ends_after_a_saved_step_it_is_not_saved_again() -> None:

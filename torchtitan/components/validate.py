@@ -28,6 +28,7 @@ from torchtitan.config.violations import reject
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.observability import structured_logger as sl
+from torchtitan.protocols.model import split_inputs
 from torchtitan.tools.utils import get_local_device
 
 __all__ = ["BaseValidator", "Validator"]
@@ -170,13 +171,8 @@ class Validator(BaseValidator):
         labels: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Inputs, labels and further arguments of ``model`` for one microbatch on the device."""
-        extra_kwargs: dict[str, Any] = {
-            key: value.to(self.device) for key, value in input_dict.items()
-        }
-        inputs = extra_kwargs.pop("input")
-        build_masks = getattr(model, "get_attention_masks", None)
-        if "positions" in extra_kwargs and callable(build_masks):
-            extra_kwargs["attention_masks"] = build_masks(extra_kwargs["positions"])
+        on_device = {key: value.to(self.device) for key, value in input_dict.items()}
+        inputs, extra_kwargs = split_inputs(model, on_device)
         return inputs, labels.to(self.device), extra_kwargs
 
     def _evaluate(self, model_parts: Sequence[nn.Module]) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -48,6 +48,21 @@ class BaseModel(Module):
             )
 
 
+def split_inputs(
+    model: nn.Module, input_dict: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The tokens of a microbatch, and the keywords that ``model`` takes beside them.
+
+    A model with ``get_attention_masks`` gets the masks made from the positions, once for all layers.
+    """
+    extra_kwargs: dict[str, Any] = dict(input_dict)
+    tokens = extra_kwargs.pop("input")
+    build_masks = getattr(model, "get_attention_masks", None)
+    if "positions" in extra_kwargs and callable(build_masks):
+        extra_kwargs["attention_masks"] = build_masks(extra_kwargs["positions"])
+    return tokens, extra_kwargs
+
+
 class ModelConfigConverter(Configurable, ABC):
     """A change to a model's Config, such as another kind of linear layer, made before it is built."""
 
