@@ -79,6 +79,29 @@ def _wait_for_a_rank_that_never_comes() -> float:
     return seconds
 
 
+def _wait_for_a_slow_disk() -> str:
+    """How a wait twice the usual timeout ends on rank 0, in a block that has patience and then outside."""
+    utils.init_distributed(CommConfig(init_timeout_seconds=60))
+    utils.set_pg_timeouts(timedelta(seconds=1), _dims())
+    store = utils.job_store()
+    assert store is not None
+    with utils.patience(timedelta(seconds=30)):
+        if dist.get_rank() == 1:
+            # Being late is what this is about: the disk of this rank takes 2 seconds.
+            time.sleep(2)
+        dist.barrier()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 gave up"])
+        return ""
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return str(error).lower()
+    finally:
+        store.set("rank 0 gave up", "")
+    return "no timeout"
+
+
 def _alone_without_a_launcher() -> tuple[int, str, float, bool]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -127,6 +150,10 @@ def test_seeds_differ_along_the_axes_that_ask_for_it() -> None:
 
 def test_the_training_timeout_replaces_the_one_of_the_start() -> None:
     assert 0.5 < run_on_ranks(2, _wait_for_a_rank_that_never_comes, init=False)[0] < 10
+
+
+def test_who_waits_for_disks_has_patience_and_only_there() -> None:
+    assert "timed out" in run_on_ranks(2, _wait_for_a_slow_disk, init=False)[0]
 
 
 def test_without_a_launcher_the_process_is_the_only_rank() -> None:

@@ -92,8 +92,13 @@ def test_the_last_save_of_weights_is_never_resumed_from(tmp_path: Path) -> None:
     dtypes = {name: entry.properties.dtype for name, entry in found.items()}
     assert dtypes.pop("seen") is torch.int64 and set(dtypes.values()) == {torch.bfloat16}
     resumed = build_run(tmp_path)
+    folder = tmp_path / "checkpoint"
+    assert resumed.manager.newest_checkpoint() == str(folder / "step-2")
+    assert resumed.manager.exported_checkpoint() == str(folder / "step-3")
     assert resumed.manager.load() and resumed.step == 2
     resumed.train(4)
+    assert resumed.manager.newest_checkpoint() == str(folder / "step-4")
+    assert resumed.manager.exported_checkpoint() is None
     resumed.manager.close()
     assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-4", "superseded"]
     assert [path.name for path in (tmp_path / "checkpoint/superseded").iterdir()] == ["step-3"]

@@ -1,7 +1,11 @@
 """The staged copy is of now and of its own; the bytes are durable before the marker names them."""
 
+import errno
 import gc
+import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,9 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, Shard
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
+from torchtitan.components.checkpointer.errors import cause_of
 
 
 def storages(state: dict[str, Any]) -> dict[str, int]:
@@ -153,3 +159,45 @@ def test_a_writer_without_a_kept_stager_stages_as_dcp_does(tmp_path: Path) -> No
     staged = DurableFileSystemWriter(str(tmp_path)).stage(live)
     live["w"].fill_(0)
     assert staged["w"].tolist() == [1, 1, 1]
+
+
+def test_the_error_of_the_disk_is_raised_and_not_what_torch_makes_of_it(tmp_path: Path) -> None:
+    class FullDisk(DurableFileSystemWriter):
+        def __init__(self, path: str) -> None:
+            super().__init__(path)
+            # The seam below torch's own writer, where a full disk shows itself.
+            self.fs = _FullFileSystem()
+
+    with pytest.raises(torch_dcp.CheckpointException) as failed:
+        torch_dcp.save({"x": torch.zeros(10_000)}, storage_writer=FullDisk(str(tmp_path / "a")))
+    assert "No space left" in cause_of(failed.value)
+
+
+class _FullFileSystem(FileSystem):
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield _FullStream(stream)
+
+
+class _FullStream(io.RawIOBase):
+    """Takes a first kilobyte, as a disk that becomes full does; torch then fails while closing."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._left = 1024
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(self._stream.write(data))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())

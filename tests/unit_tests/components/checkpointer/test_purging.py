@@ -149,3 +149,26 @@ def test_a_history_that_could_not_move_is_tried_again() -> None:
     storage.undeletable.clear()
     make_ready(manager, 15)
     assert storage.isdir("/run/superseded/step-20")
+
+
+def test_a_seed_takes_no_slot_and_never_expires() -> None:
+    storage = folder_of("step-0", "step-10", "step-20", "step-30")
+    manager = bare(storage, keep=3)
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert queued(manager) == ["/run/step-10"]
+    assert storage.isdir("/run/step-0")
+
+
+def test_what_is_being_deleted_is_neither_counted_nor_taken_for_a_save_that_died() -> None:
+    storage = folder_of("step-10", "step-20", "step-30")
+    manager = bare(storage, keep=2)
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+        assert queued(manager) == ["/run/step-10", "/run/step-20"]
+        # The thread has begun: the marker is gone, the directory is still there.
+        storage.entries["/run/step-10"] = None
+        for path in [path for path in storage.entries if path.startswith("/run/step-10/")]:
+            del storage.entries[path]
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert queued(manager) == [] and storage.calls == []

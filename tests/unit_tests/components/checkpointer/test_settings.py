@@ -158,6 +158,25 @@ def test_consistent_settings_warn_of_nothing(settings: dict[str, Any]) -> None:
     logger.warning.assert_not_called()
 
 
+def test_a_run_is_told_that_a_load_only_manager_ignores_the_first_step() -> None:
+    with collecting():  # as on the command line, where the config itself says nothing
+        config = CheckpointManager.Config(
+            enable=True, load_only=True, enable_first_step_checkpoint=True
+        )
+    with patch.object(base, "logger") as logger:
+        config.build(
+            dataloader=None,
+            model_parts=[],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=None,
+        )
+    logger.warning.assert_called_once_with(
+        "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
+    )
+
+
 def test_the_export_dtype_is_a_torch_dtype_on_the_manager() -> None:
     config = CheckpointManager.Config(enable=True, export_dtype="bfloat16", load_only=True)
     manager = config.build(

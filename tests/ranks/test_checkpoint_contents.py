@@ -1,0 +1,95 @@
+"""What a run writes, looked at with torch.distributed.checkpoint alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.components.data import GrainDataLoader
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from tests.ranks.pool import run_on_ranks
+from tests.ranks.tiny_run import CONTEXT, make_config, run, Trace
+
+
+def two_steps(folder: str) -> Trace:
+    config = make_config(Path(folder), "run", async_mode="async", interval=2)
+    # Wrapped blocks and a fused projection: the two ways in which a live name differs.
+    config.activation_checkpoint = FullAC.Config()
+    return run(config, crash_after=2)
+
+
+def until_the_data_ends(folder: str) -> Trace:
+    config = make_config(Path(folder), "run")
+    assert isinstance(config.dataloader, GrainDataLoader.Config)
+    config.dataloader.repeat = False
+    config.training.num_tokens_per_train_step = 3 * CONTEXT
+    return run(config)
+
+
+def index_of(step: Path) -> dict[str, Any]:
+    return FileSystemReader(step).read_metadata().state_dict_metadata
+
+
+@pytest.mark.ranks
+def test_the_keys_of_a_llama_are_those_that_other_programs_read(tmp_path: Path) -> None:
+    run_on_ranks(2, two_steps, str(tmp_path), init=False)
+    step = tmp_path / "run" / "checkpoint" / "step-2"
+    index = index_of(step)
+    attention = "layers.0.attention"
+    block = {
+        "attention.wo": (256, 256),
+        "feed_forward.w1": (768, 256),
+        "feed_forward.w2": (256, 768),
+        "feed_forward.w3": (768, 256),
+        "attention_norm": (256,),
+        "ffn_norm": (256,),
+    }
+    shared = {
+        "tok_embeddings.weight": (2048, 256),
+        "norm.weight": (256,),
+        "lm_head.weight": (2048, 256),
+        **{f"layers.{n}.{name}.weight": shape for n in (0, 1) for name, shape in block.items()},
+    }
+    split = {"wq": (256, 256), "wk": (128, 256), "wv": (128, 256)}
+    model = shared | {
+        f"layers.{n}.attention.qkv_linear.{name}.weight": shape
+        for n in (0, 1)
+        for name, shape in split.items()
+    }
+    live = shared | {f"layers.{n}.attention.qkv_linear.wqkv.weight": (512, 256) for n in (0, 1)}
+    moments = {
+        f"optimizer.state.{name}.{moment}": shape
+        for name, shape in live.items()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+    tensors = {
+        name: tuple(entry.size)
+        for name, entry in index.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.endswith(".step")
+    }
+    assert tensors == model | moments
+    values = set(index) - set(tensors)
+    groups = {name.split(".")[-1] for name in values if name.startswith("optimizer.param_groups.")}
+    assert {"lr", "betas", "eps", "weight_decay", "initial_lr"} <= groups
+    assert {f"optimizer.state.{name}.step" for name in live} <= values
+    assert {"lr_scheduler.last_epoch", "train_state.step", "train_state.ntokens_seen"} <= values
+    assert {"dataloader.version", "dataloader.epoch", "dataloader.next_row"} <= values
+    assert not any("_checkpoint_wrapped_module" in name for name in index)
+
+    wanted = {f"{attention}.qkv_linear.wk.weight": torch.empty(128, 256)}
+    load(wanted, checkpoint_id=step)
+    assert wanted[f"{attention}.qkv_linear.wk.weight"].std() > 0
+
+
+@pytest.mark.ranks
+def test_rows_fetched_for_a_step_that_never_ran_are_not_counted_as_trained(tmp_path: Path) -> None:
+    # 20 rows, 3 a step: the seventh step finds 2.
+    [trace] = run_on_ranks(1, until_the_data_ends, str(tmp_path), init=False)
+    assert max(trace.losses) == 6
+    assert (trace.state["epoch"], trace.state["next_row"]) == ("0", "18")
+    saved = {"dataloader.next_row": None, "train_state.step": None}
+    load(saved, checkpoint_id=tmp_path / "run" / "checkpoint" / "step-6")
+    assert saved == {"dataloader.next_row": 18, "train_state.step": 6}
