@@ -6,18 +6,29 @@
 # Environment:
 #   MODULE, CONFIG   recipe (default: llama3, llama3_jargon); --module and --config win over them
 #   NGPU             ranks on this machine (default: its GPUs, else 2 ranks on the CPU)
+#   NNODES           machines (default: 1), each with NGPU ranks and a clone of its own; start the same
+#                    command on all of them, with a place to meet on one, say
+#                    TORCHRUN_ARGS="--rdzv_endpoint=first-host:29500 --rdzv_id=my-run"
 #   LOG_RANK         ranks whose output is shown, comma separated (default: 0)
 #   COMM_MODE        fake_backend: one step in one process that plays one of NGPU ranks
 #   TORCHRUN_ARGS    further options of torchrun, for example "--max-restarts 3"
 #   PYTHON           interpreter to start from (default: the first Python >= 3.11 on PATH)
 #   TORCHTITAN_DRY_RUN=1   print the two commands instead of running them
 set -euo pipefail
+# Ctrl-C before the ranks start: the exit code of a run that it ended.
+trap 'exit 130' INT
+
 # What the user typed; the last line of a run says how to go on with it.
-TORCHTITAN_COMMAND=""
-for name in MODULE CONFIG NGPU LOG_RANK COMM_MODE TORCHRUN_ARGS PYTHON; do
-    if [ -n "${!name:-}" ]; then TORCHTITAN_COMMAND+="$name=$(printf '%q' "${!name}") "; fi
+typed=()
+for name in MODULE CONFIG NGPU NNODES LOG_RANK COMM_MODE TORCHRUN_ARGS PYTHON; do
+    if [ -n "${!name:-}" ]; then typed+=("$name=${!name}"); fi
 done
-TORCHTITAN_COMMAND+=$(printf '%q ' "$0" "$@")
+TORCHTITAN_COMMAND=""
+for word in ${typed[@]+"${typed[@]}"} "$0" "$@"; do
+    # Quoted as every POSIX shell and Python's shlex read it, unlike the output of printf %q.
+    quote="'\\''"
+    TORCHTITAN_COMMAND+="'${word//\'/"$quote"}' "
+done
 export TORCHTITAN_COMMAND="${TORCHTITAN_COMMAND% }"
 # Recipes name files relative to the repository, so every path on the command line is relative to
 # it as well, wherever this script is called from.
@@ -37,8 +48,22 @@ for argument in "$@"; do
         -h | --help) wants_help=true ;;
     esac
 done
+# Behind a subcommand such as activation-checkpoint:full only its own flags are understood.
+arguments=("$@")
+position=0
+while [ "$position" -lt $# ] && ! [[ "${arguments[position]}" =~ ^[a-z][a-z_-]*:[A-Za-z_-]+$ ]]; do
+    position=$((position + 1))
+done
+forced=()
+if [ -n "${COMM_MODE:-}" ]; then
+    # Of a repeated flag the last one counts.
+    forced=("--comm.mode=$COMM_MODE" --training.steps 1)
+fi
 # ${a[@]+...}: an empty array is an unset variable to older bash.
-settings=(${recipe_module[@]+"${recipe_module[@]}"} ${recipe_config[@]+"${recipe_config[@]}"} "$@")
+settings=(
+    ${recipe_module[@]+"${recipe_module[@]}"} ${recipe_config[@]+"${recipe_config[@]}"}
+    "${@:1:position}" ${forced[@]+"${forced[@]}"} "${@:position+1}"
+)
 
 count_gpus() {
     # Asking torch takes seconds, so only where some accelerator's device file exists.
@@ -53,6 +78,7 @@ count_gpus() {
 gpus=$(count_gpus)
 if [ "$gpus" -gt 0 ]; then default_ranks=$gpus; else default_ranks=2; fi
 export NGPU="${NGPU:-$default_ranks}"
+export NNODES="${NNODES:-1}"
 export LOG_RANK="${LOG_RANK:-0}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 # With the store shared between torchrun and the ranks, a restart after a killed rank can hang.
@@ -64,13 +90,12 @@ fi
 
 if [ -n "${COMM_MODE:-}" ]; then
     export LOCAL_RANK=0
-    settings+=("--comm.mode=$COMM_MODE" --training.steps 1)
     run=("$python" -m torchtitan.train "${settings[@]}")
 else
     read -r -a torchrun_extra <<<"${TORCHRUN_ARGS:-}"
     # While the ranks close, a save may be in flight; torchrun's own limit is 30 s.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
-    run=("$python" -m torchtitan.launch "--nproc_per_node=$NGPU" --rdzv_backend c10d
+    run=("$python" -m torchtitan.launch "--nnodes=$NNODES" "--nproc_per_node=$NGPU" --rdzv_backend c10d
         --rdzv_endpoint=localhost:0 --local-ranks-filter "$LOG_RANK" --role rank --tee 3
         ${torchrun_extra[@]+"${torchrun_extra[@]}"} -m torchtitan.train "${settings[@]}")
 fi

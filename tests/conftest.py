@@ -8,10 +8,13 @@ import os
 from hypothesis import settings
 
 # Left in a shell by an earlier run, any of these would turn a test into another one.
-for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NGPU", "LOG_RANK", "MODULE", "CONFIG"):
-    os.environ.pop(_name, None)
-for _name in ("COMM_MODE", "TORCHRUN_ARGS", "TORCHTITAN_COMMAND", "TORCHTITAN_DRY_RUN"):
-    os.environ.pop(_name, None)
+for _name in list(os.environ):
+    if _name in (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NGPU", "NNODES", "LOG_RANK", "MODULE", "CONFIG"),
+        *("COMM_MODE", "TORCHRUN_ARGS", "TORCHTITAN_COMMAND", "TORCHTITAN_DRY_RUN"),
+        "TORCHTITAN_LAUNCHER_PID",
+    ) or _name.startswith("TORCHELASTIC_"):
+        del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A failure seen once has to be seen again, and a loaded machine is no failure.

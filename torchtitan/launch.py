@@ -1,27 +1,68 @@
 """torchrun as run_train.sh starts it: the same options, and a tidy end when a signal stops it.
 
-torchrun itself ends a stopped run with a traceback and exit code 1; here it is 128 + the signal, as
-shells and schedulers expect. Everything else, a failed rank above all, is left to torchrun.
+torchrun itself ends a stopped run with a traceback and exit code 1, and a signal that is repeated
+tears it away from ranks that still close. Here the first signal goes to the ranks, the exit code is
+128 + that signal, as shells and schedulers expect, and later ones do nothing, except for a second
+Ctrl-C. Everything else, a failed rank above all, is left to torchrun.
 
     run_train.sh -> launch -> torchrun -> ranks (each follows this process, see tools/signals.py)
 """
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+if __name__ == "__main__":
+    # Ctrl-C during the seconds that the imports below take: the end, but no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from torchtitan.tools.signals import LAUNCHER_PID
+from torchtitan.tools.signals import LAUNCHER_PID, StopRequested, StopSignals
+
+
+class LauncherSignals(StopSignals):
+    """Tells torchrun of the first signal in its own way, so that it passes it on and waits."""
+
+    def stop_of(self, request: StopRequested) -> BaseException:
+        return SignalException(str(request), sigval=signal.Signals(request.signal_number))
+
+    def end_at_once(self) -> NoReturn:
+        # Not SIGINT: a rank inside a collective would see it only when that returns.
+        for rank in _children():
+            try:
+                os.killpg(rank, signal.SIGKILL)  # torchrun makes each rank the leader of a group
+            except (ProcessLookupError, PermissionError):
+                pass
+        super().end_at_once()
 
 
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    try:
-        torchrun.main()
-    except SignalException as stop:
-        sys.exit(128 + stop.sigval)
+    # What torchrun handles itself; SIGINT and SIGTERM are handled here.
+    sys.argv.insert(1, "--signals-to-handle=SIGHUP,SIGQUIT")
+    with LauncherSignals():
+        try:
+            torchrun.main()
+        except SignalException as stop:
+            sys.exit(128 + stop.sigval)
+
+
+def _children() -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                # pid (name) state parent ...; only the name may hold blanks or brackets.
+                state = (entry / "stat").read_text().rpartition(")")[2]
+            except OSError:
+                continue  # it ended meanwhile
+            if int(state.split()[1]) == os.getpid():
+                yield int(entry.name)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,19 @@
 Exit codes: 0 the run is done, 1 it failed, 2 its settings cannot be used, 128 + n ended by signal n.
 """
 
+import dataclasses
 import os
-import shlex
+import signal
 import sys
+
+if __name__ == "__main__":
+    # Ctrl-C during the seconds that the imports below take: the end, but no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch.distributed as dist
 
-from torchtitan import __version__
+from torchtitan import __version__, farewell
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.observability import structured_logger as sl
 from torchtitan.preflight import parse_or_exit
 from torchtitan.tools.logging import init_logger, logger
@@ -60,7 +66,7 @@ def run(config: Trainer.Config) -> None:
     except BaseException as error:
         _close_after(error, trainer)
         raise
-    last_line = _how_to_go_on(trainer)
+    last_line = _last_line(trainer)
     trainer.peers.close()
     with sl.log_trace_span("torch_distributed_teardown"):
         dist.destroy_process_group()
@@ -81,7 +87,10 @@ def _close_after(first: BaseException, trainer: Trainer) -> None:
     elif failure is not None and failure.is_stop:
         # What this rank felt is only that another one stopped before it.
         logger.warning(f"Stopped by {failure.reason}.")
-    _say(_how_to_go_on(trainer))
+    # The same command would fail to load again; that error says what to type instead.
+    load = BaseCheckpointManager.load.__code__
+    if not (isinstance(first, Exception) and farewell.was_raised_inside(first, load)):
+        _say(_last_line(trainer))
 
 
 def _say(line: str | None) -> None:
@@ -89,19 +98,22 @@ def _say(line: str | None) -> None:
         logger.info(line)
 
 
-def _how_to_go_on(trainer: Trainer) -> str | None:
-    """The last line of a run: where its newest checkpoint is and what to type."""
-    if not trainer.checkpointer.enable or dist.get_rank() != 0:
+def _last_line(trainer: Trainer) -> str | None:
+    checkpointer = trainer.checkpointer
+    if not checkpointer.enable or dist.get_rank() != 0:
         return None
-    newest = trainer.checkpointer.newest_checkpoint()
-    if newest is None:
-        return "No checkpoint was saved."
-    command = os.environ.get("TORCHTITAN_COMMAND") or (
-        f"torchrun ... -m torchtitan.train {shlex.join(sys.argv[1:])}"
-    )
+    try:
+        newest, export = checkpointer.newest_checkpoint(), checkpointer.exported_checkpoint()
+    except Exception as error:
+        # What the run did is done and saved; it ends as it would have without this look.
+        logger.warning(f"Could not look for the newest checkpoint: {error!r}")
+        return None
     steps = trainer.config.training.steps
-    goal = f" --training.steps {2 * steps}" if trainer.step >= steps else ""
-    return f"Newest checkpoint: {newest}. To go on from it: {command}{goal}"
+    command = farewell.read_command(os.environ, sys.argv[1:]).to_go_on(
+        [field.name for field in dataclasses.fields(trainer.config)],
+        2 * steps if trainer.step >= steps else None,
+    )
+    return farewell.last_line(newest, export, command=command)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ down how it was called, so that no run has to start to see how one would be star
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -94,12 +95,12 @@ def test_the_bare_command_trains_the_default_recipe_on_two_cpu_ranks(launch: Lau
     assert (launch.folder / "group").read_text() == "runtime\n"
     recipe = ["--module", "llama3", "--config", "llama3_jargon"]
     assert outcome.arguments(PREFLIGHT) == recipe
-    expected = "--nproc_per_node=2 --rdzv_backend c10d --rdzv_endpoint=localhost:0 "
+    expected = "--nnodes=1 --nproc_per_node=2 --rdzv_backend c10d --rdzv_endpoint=localhost:0 "
     expected += "--local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train"
     assert outcome.arguments(TORCHRUN) == [*expected.split(), *recipe]
     environment = outcome.calls[-1]["environment"]
     assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["NGPU"] == "2"
+    assert (environment["NGPU"], environment["NNODES"]) == ("2", "1")
 
 
 @pytest.mark.skipif(not HAS_DEVICE_FILE, reason="no accelerator: torch is not asked")
@@ -130,6 +131,13 @@ def test_settings_of_the_user_are_kept(launch: Launcher) -> None:
     assert arguments[module - 4 : module] == ["--max-restarts", "3", "--nnodes", "1"]
 
 
+def test_every_process_knows_on_how_many_machines_the_run_is(launch: Launcher) -> None:
+    outcome = launch("run_train.sh", NGPU="4", NNODES="2")
+    assert [call["environment"]["NNODES"] for call in outcome.calls] == ["2", "2"]
+    arguments = outcome.arguments(TORCHRUN)
+    assert arguments[:2] == ["--nnodes=2", "--nproc_per_node=4"]
+
+
 def test_arguments_reach_the_trainer_untouched(launch: Launcher) -> None:
     odd = ["--a", "two  words", "--b='quoted'", '--c="x"', "", "*", "$HOME", "--d=\\n", "new\nline"]
     outcome = launch("run_train.sh", *odd)
@@ -154,14 +162,21 @@ def test_a_recipe_among_the_arguments_wins_over_the_environment(
     assert outcome.arguments(TORCHRUN)[-len(expected) :] == expected
 
 
-def test_a_fake_backend_runs_one_step_in_one_process(launch: Launcher) -> None:
-    outcome = launch("run_train.sh", "--x", "1", COMM_MODE="fake_backend", NGPU="8", RANK="3")
-    expected = ["--module", "llama3", "--config", "llama3_jargon", "--x", "1"]
-    expected += ["--comm.mode=fake_backend", "--training.steps", "1"]
+@pytest.mark.parametrize(
+    "subcommand", [[], ["activation-checkpoint:full"], ["activation-checkpoint:selective", "--y=2"]]
+)
+def test_a_fake_backend_runs_one_step_in_one_process(
+    launch: Launcher, subcommand: list[str]
+) -> None:
+    mine = ["--x", "a/b:c", "--training.steps", "9"]
+    outcome = launch("run_train.sh", *mine, *subcommand, COMM_MODE="fake_backend", NGPU="8")
+    # Behind a subcommand only its own flags are understood; of a repeated flag the last one counts.
+    expected = ["--module", "llama3", "--config", "llama3_jargon", *mine]
+    expected += ["--comm.mode=fake_backend", "--training.steps", "1", *subcommand]
     assert outcome.modules() == [PREFLIGHT, TRAIN]
-    assert outcome.arguments(TRAIN) == expected
+    assert outcome.arguments(TRAIN) == outcome.arguments(PREFLIGHT) == expected
     environment = outcome.calls[-1]["environment"]
-    assert {"LOCAL_RANK": "0", "NGPU": "8", "RANK": "3"}.items() <= environment.items()
+    assert {"LOCAL_RANK": "0", "NGPU": "8"}.items() <= environment.items()
 
 
 def test_refused_settings_end_the_command_before_any_rank_starts(launch: Launcher) -> None:
@@ -193,10 +208,11 @@ def test_a_dry_run_prints_both_commands_and_runs_neither(launch: Launcher) -> No
 
 
 def test_a_run_is_told_what_the_user_typed(launch: Launcher) -> None:
-    outcome = launch("run_train.sh", "--a", "two words", NGPU="4", TORCHRUN_ARGS="--max-restarts 3")
-    script = str(launch.folder / "run_train.sh").replace(" ", "\\ ")
-    expected = f"NGPU=4 TORCHRUN_ARGS=--max-restarts\\ 3 {script} --a two\\ words"
-    assert outcome.calls[-1]["environment"]["TORCHTITAN_COMMAND"] == expected
+    odd = ["two words", "it's", "", "*", "$HOME", "new\nline", "&", "\\"]
+    outcome = launch("run_train.sh", *odd, NGPU="4", NNODES="1", TORCHRUN_ARGS="--max-restarts 3")
+    typed = shlex.split(outcome.calls[-1]["environment"]["TORCHTITAN_COMMAND"])
+    assert typed[:3] == ["NGPU=4", "NNODES=1", "TORCHRUN_ARGS=--max-restarts 3"]
+    assert typed[3:] == [str(launch.folder / "run_train.sh"), *odd]
 
 
 def test_a_link_to_the_script_finds_the_repository(launch: Launcher, tmp_path: Path) -> None:

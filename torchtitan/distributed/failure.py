@@ -8,7 +8,7 @@ publish wins, every rank logs that error, and a rank that does not end by itself
     rank 0: stuck in all_reduce;  its watch thread reads store["first"] -> logs it -> grace -> exit code 1
 
 Two facts to know: a rank that was killed (SIGKILL, out of memory) publishes nothing, its peers then report
-the broken connection; and when the store itself is gone, its host (rank 0, or the launcher) is.
+that they lost it; and when the store itself is gone, its host (rank 0, or the launcher) is.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
@@ -31,28 +31,17 @@ from torchtitan.tools.logging import logger
 _TRACEBACK_CHARACTERS = 20_000
 _REASON_CHARACTERS = 2_000
 _FIRST = "first"
-# What gloo and the sockets below it say when the other side went away or does not answer.
+# What gloo, NCCL and the sockets below them say when the other side went away or does not answer.
 _ECHO_TEXTS = (
     "broken pipe",
     "connection closed by peer",
     "connection refused",
     "connection reset by peer",
     "connection timed out",
+    "remote process exiting",
     "socket timeout",
     "timed out waiting",
 )
-
-
-class PeerError(RuntimeError):
-    """Another rank failed; this one is fine and ends because of it."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(rank, reason)
-        self.rank = rank
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.reason}. Nothing is wrong here; see the log of rank {self.rank}."
 
 
 @dataclass(frozen=True)
@@ -67,6 +56,8 @@ class RankFailure:
     traceback: str
     is_stop: bool = False
     """Somebody asked that rank to end; nothing is wrong."""
+    is_lost_peer: bool = False
+    """That rank only felt the end of another one, which left no word."""
 
     def __str__(self) -> str:
         if self.rank < 0:
@@ -74,6 +65,12 @@ class RankFailure:
         where = "" if self.step is None else f", at step {self.step}"
         if self.is_stop:
             return f"rank {self.rank} was stopped{where}: {self.reason}"
+        if self.is_lost_peer:
+            return (
+                f"rank {self.rank} lost its connection to another rank{where}, which was probably killed (kill -9, "
+                "out of memory) or does not answer; see which rank torchrun names, and the logs of the others. "
+                f"What rank {self.rank} felt: {self.traceback or self.reason}"
+            )
         return f"rank {self.rank} failed first{where}: {self.traceback or self.reason}"
 
 
@@ -128,6 +125,7 @@ class PeerFailureWatch:
         if not self._peers:
             self._note(own, None)
             return own
+        own = replace(own, is_lost_peer=_is_lost_connection(error))
         if is_echo(error) and (first := self.wait(self._echo_seconds)) is not None:
             return first
         first = own
@@ -215,35 +213,18 @@ class PeerFailureWatch:
 
 def is_echo(error: BaseException) -> bool:
     """Whether ``error`` may only be the way in which this rank felt the end of another one."""
+    return _is_lost_connection(error) or any(
+        isinstance(link, dist.DistError) for link in _causes(error)
+    )
+
+
+def _is_lost_connection(error: BaseException) -> bool:
     return any(
-        isinstance(link, PeerError | dist.DistError)
+        isinstance(link, dist.DistNetworkError)
         or isinstance(link, RuntimeError)
         and any(text in str(link).lower() for text in _ECHO_TEXTS)
         for link in _causes(error)
     )
-
-
-def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank of ``group`` when any of them comes with an ``error``. Collective.
-
-    A rank with an error raises it; the others raise PeerError for the lowest rank that has one.
-    """
-    if not dist.is_initialized():
-        if error is not None:
-            raise error
-        return
-    mine = None if error is None else (dist.get_rank(), _reason_of(error))
-    reports: list[tuple[int, str] | None] = [None] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(reports, mine, group=group)
-    except Exception:
-        # A peer is gone entirely. Our own error, if there is one, tells more than that.
-        if error is None:
-            raise
-    if error is not None:
-        raise error
-    if failed := [report for report in reports if report is not None]:
-        raise PeerError(*min(failed))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -259,12 +240,11 @@ def _failure_of(error: BaseException, rank: int, step: int | None) -> RankFailur
         return RankFailure(rank=rank, step=step, reason=reason, traceback="", is_stop=True)
     story = "".join(traceback.format_exception(error)).rstrip()
     return RankFailure(
-        rank=rank, step=step, reason=_reason_of(error), traceback=story[-_TRACEBACK_CHARACTERS:]
+        rank=rank,
+        step=step,
+        reason=f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS],
+        traceback=story[-_TRACEBACK_CHARACTERS:],
     )
-
-
-def _reason_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
 
 
 def _lost_store(error: Exception) -> RankFailure:

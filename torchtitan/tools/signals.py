@@ -2,23 +2,27 @@
 
 A launcher passes the signal on although the terminal has already delivered it to every process,
 and schedulers repeat theirs. Only the first one interrupts the program; while it closes, further
-ones must not tear the save in flight.
+ones must not tear the save in flight. Only a person who presses Ctrl-C again means it.
 
     first SIGINT or SIGTERM -> StopRequested in the main thread -> close -> exit code 128 + signal
-    any later one           -> noted, nothing else
+    SIGINT, 2 s after one   -> exit code 130 at once, nothing is closed
+    any other one           -> nothing
     launcher gone           -> SIGTERM to this process
 """
 
 import os
 import signal
 import threading
+import time
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 LAUNCHER_PID = "TORCHTITAN_LAUNCHER_PID"
 """Environment variable with the process id of the launcher that starts the ranks."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# One press of Ctrl-C can arrive twice, from the terminal and from a launcher that passes it on.
+_ECHO_SECONDS = 2.0
 
 
 class StopRequested(KeyboardInterrupt):
@@ -43,6 +47,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: StopRequested | None = None
+        self._interrupted_at: float | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -54,10 +59,32 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def stop_of(self, request: StopRequested) -> BaseException:
+        """What the first signal raises."""
+        return request
+
+    def end_at_once(self) -> NoReturn:
+        """Leave without closing anything."""
+        os._exit(128 + signal.SIGINT)
+
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        if signal_number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+                self._say_how_to_end_at_once()
+            elif now - self._interrupted_at >= _ECHO_SECONDS:
+                self.end_at_once()
         if self.received is None:
             self.received = StopRequested(signal_number)
-            raise self.received
+            raise self.stop_of(self.received)
+
+    def _say_how_to_end_at_once(self) -> None:
+        if LAUNCHER_PID in os.environ and int(os.environ[LAUNCHER_PID]) != os.getpid():
+            return  # The launcher is what a second Ctrl-C reaches, and it says so.
+        line = "Stopping. Press Ctrl-C again to end at once; the save in flight is then lost.\n"
+        # Not print: the signal may have interrupted one, whose buffer is then locked.
+        os.write(2, line.encode())
 
 
 def stop_with_launcher(poll_seconds: float = 0.25) -> None:

@@ -19,7 +19,8 @@ LAYERS: list[tuple[str, int, int]] = [
     ("torchtitan.models.*.config_registry", 10, 4),
     ("torchtitan.launch", 10, 2),
     ("torchtitan.train", 10, 2),
-    ("torchtitan.preflight", 9, 2),
+    ("torchtitan.farewell", 9, 2),
+    ("torchtitan.preflight*", 9, 2),
     ("torchtitan.trainer", 8, 2),
     # Parts of the trainer, in files of their own.
     ("torchtitan.assembly", 7, 2),
