@@ -15,8 +15,14 @@
 #   PYTHON           interpreter to start from (default: the first Python >= 3.11 on PATH)
 #   TORCHTITAN_DRY_RUN=1   print the two commands instead of running them
 set -euo pipefail
-# Ctrl-C before the ranks start: the exit code of a run that it ended.
-trap 'exit 130' INT
+# Ctrl-C or SIGTERM before the ranks start: the exit code of a run that it ended, and no traceback.
+checking=""
+stop() {
+    if [ -n "$checking" ]; then kill "$checking" 2>/dev/null; fi
+    exit "$1"
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
 
 # What the user typed; the last line of a run says how to go on with it.
 typed=()
@@ -109,6 +115,9 @@ fi
 
 # One process finds settings that cannot be used, before the ranks start and each says the same.
 if "$wants_help"; then exec "${preflight[@]}"; fi
-"${preflight[@]}"
+# In the background, where Python sees no Ctrl-C and the traps above act at once.
+"${preflight[@]}" &
+checking=$!
+wait "$checking"
 # exec: Ctrl-C reaches the launcher itself, and the exit code of the run is the exit code of this script.
 exec "${run[@]}"

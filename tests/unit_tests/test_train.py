@@ -3,14 +3,22 @@
 import logging
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torchtitan import train
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.distributed.failure import RankFailure
 from torchtitan.tools.signals import StopRequested
+
+
+@dataclass
+class Config:
+    training: Any = field(default_factory=lambda: SimpleNamespace(steps=10))
+    activation_checkpoint: Any = None
 
 
 class StandIn:
@@ -20,9 +28,12 @@ class StandIn:
         self.step = step
         self.errors = errors
         self.calls: list[str] = []
-        self.config = SimpleNamespace(training=SimpleNamespace(steps=10))
+        self.config = Config()
         self.checkpointer = SimpleNamespace(
-            enable=True, newest_checkpoint=lambda: "/run/checkpoint/step-8", save=self._save
+            enable=True,
+            newest_checkpoint=lambda: "/run/checkpoint/step-8",
+            exported_checkpoint=lambda: None,
+            save=self._save,
         )
         self.first_failure: RankFailure | None = None
         self.peers = SimpleNamespace(
@@ -83,9 +94,16 @@ def test_the_last_line_of_a_run_says_where_its_newest_checkpoint_is_and_what_to_
     ]
 
 
-def test_a_finished_run_goes_on_only_with_more_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_goes_on_only_with_more_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run(StandIn(step=10))
     assert said(caplog)[-1].endswith("./run_train.sh --a b --training.steps 20")
+    subcommand = "activation-checkpoint:full"
+    monkeypatch.setenv("TORCHTITAN_COMMAND", f"./run_train.sh --training.steps=10 {subcommand}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run(StandIn(step=10))
+    assert said(caplog)[-1].endswith(f"./run_train.sh --training.steps 20 {subcommand}")
 
 
 def test_ranks_started_by_hand_are_told_their_own_arguments(
@@ -96,6 +114,48 @@ def test_ranks_started_by_hand_are_told_their_own_arguments(
     run(StandIn(step=1))
     expected = "torchrun ... -m torchtitan.train --dump_folder 'two words'"
     assert said(caplog)[-1].endswith(expected)
+
+
+def test_an_export_is_not_taken_for_what_a_restart_loads(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = StandIn()
+    trainer.checkpointer.exported_checkpoint = lambda: "/run/checkpoint/step-10"
+    run(trainer)
+    assert said(caplog)[-1].startswith("Exported /run/checkpoint/step-10 (weights only")
+    assert "Newest checkpoint: /run/checkpoint/step-8." in said(caplog)[-1]
+
+
+@pytest.mark.parametrize("look", ["newest_checkpoint", "exported_checkpoint"])
+def test_a_folder_that_cannot_be_read_does_not_spoil_a_good_end(
+    look: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise PermissionError("stale file handle")
+
+    trainer = StandIn()
+    setattr(trainer.checkpointer, look, fails)
+    run(trainer)
+    assert trainer.calls[-1] == "peers" and not dist.is_initialized()
+    assert "stale file handle" in caplog.text
+
+
+class DoesNotFit:
+    """A checkpointer, as far as ``load`` needs one, whose checkpoint is of another model."""
+
+    enable = True
+
+    def _load(self, step: int) -> bool:
+        raise ValueError("it holds another model")
+
+
+def test_a_run_that_could_not_load_does_not_offer_the_same_command_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, checkpointer = StandIn(step=4), DoesNotFit()
+    trainer.train = lambda: BaseCheckpointManager.load(checkpointer)  # type: ignore  # stand-ins
+    with pytest.raises(ValueError, match="another model"):
+        run(trainer)
+    assert trainer.calls == ["close"]
+    assert said(caplog) == []
 
 
 def test_a_run_without_a_checkpoint_says_so(caplog: pytest.LogCaptureFixture) -> None:

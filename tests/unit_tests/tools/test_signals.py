@@ -3,8 +3,11 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
+from torchtitan.tools import signals as signals_module
 from torchtitan.tools.signals import LAUNCHER_PID, stop_with_launcher, StopRequested, StopSignals
 
 RANK = """
@@ -50,6 +53,67 @@ def test_later_signals_do_not_disturb_the_closing() -> None:
         except StopRequested:
             pytest.fail("interrupted a second time")
         assert signals.received is not None and signals.received.signal_number == signal.SIGTERM
+
+
+class EndedAtOnce(Exception):
+    pass
+
+
+class Watched(StopSignals):
+    """Tells of the end of the process instead of ending it."""
+
+    def end_at_once(self) -> NoReturn:
+        raise EndedAtOnce
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(signals_module, "time", clock)
+    return clock
+
+
+def test_a_second_ctrl_c_ends_at_once_and_the_first_one_says_so(
+    clock: SimpleNamespace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Watched():
+        with pytest.raises(StopRequested):
+            signal.raise_signal(signal.SIGINT)
+        hint = capfd.readouterr().err
+        assert "Press Ctrl-C again to end at once; the save in flight is then lost." in hint
+        clock.now += 1.9  # the same press, passed on by a launcher
+        signal.raise_signal(signal.SIGINT)
+        clock.now += 0.1
+        with pytest.raises(EndedAtOnce):
+            signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == ""
+
+
+def test_sigterm_never_ends_at_once(clock: SimpleNamespace) -> None:
+    with Watched():
+        with pytest.raises(StopRequested):
+            signal.raise_signal(signal.SIGTERM)
+        # Ctrl-C after a scheduler's signal is a first one.
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            clock.now += 10.0
+            signal.raise_signal(number)
+        clock.now += 10.0
+        with pytest.raises(EndedAtOnce):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_rank_leaves_the_hint_to_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
+    with StopSignals(), pytest.raises(StopRequested):
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_end_at_once_has_the_exit_code_of_ctrl_c() -> None:
+    program = "from torchtitan.tools.signals import StopSignals; StopSignals().end_at_once()"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 130
 
 
 def test_code_that_catches_every_exception_does_not_swallow_a_stop() -> None:

@@ -1,0 +1,136 @@
+"""How signals and failures pass between run_train.sh, the launcher and its ranks.
+
+The ranks here only wait, so that a start costs a second or two; test_interruptions.py has real ones.
+"""
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.integration_tests.launched import Launched
+from tests.unit_tests.structure.sources import ROOT
+
+RANK = """
+import os, pathlib, sys, threading
+from torchtitan.tools.signals import stop_with_launcher, StopRequested, StopSignals
+
+task, folder = sys.argv[1:]
+if task == "fail":
+    raise SystemExit("planted failure")
+with StopSignals():
+    try:
+        stop_with_launcher(poll_seconds=0.05)
+        print("ready", flush=True)
+        threading.Event().wait()
+    except StopRequested as stop:
+        print("closing after", stop, flush=True)
+        while not (pathlib.Path(folder) / "go").exists():
+            threading.Event().wait(0.02)
+        print("closed", flush=True)
+        sys.exit(stop.exit_code)
+"""
+HINT = "Press Ctrl-C again to end at once; the save in flight is then lost."
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def launch(task: str, folder: Path) -> Launched:
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    command = [sys.executable, "-m", "torchtitan.launch", "--nproc_per_node=1", "--tee=3"]
+    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    return Launched([*command, *rendezvous, script, task, folder], cwd=ROOT, env=ENVIRONMENT)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_close_in_peace_however_often_sigterm_is_repeated(
+    tmp_path: Path, first: signal.Signals
+) -> None:
+    with launch("close", tmp_path) as run:
+        run.until("ready")
+        run.signal_group(first)
+        run.until(f"closing after {first.name}")
+        run.signal(signal.SIGTERM)
+        if first == signal.SIGTERM:
+            # The first one of its kind. What it prints tells that the signal before it was seen.
+            run.signal(signal.SIGINT)
+            run.until(HINT)
+        (tmp_path / "go").touch()
+        assert run.finish() == 128 + first, run.output
+        run.wait_until_all_are_gone()
+    assert "closed" in run.output and HINT in run.output
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.torchrun
+def test_a_second_ctrl_c_ends_ranks_that_do_not_end_by_themselves(tmp_path: Path) -> None:
+    with launch("close", tmp_path) as run:
+        run.until("ready")
+        run.signal_group(signal.SIGINT)
+        run.until("closing after SIGINT")
+        threading.Event().wait(2.1)  # Anything earlier counts as the same press.
+        run.signal_group(signal.SIGINT)
+        assert run.finish() == 130, run.output
+        run.wait_until_all_are_gone()
+    assert "closed" not in run.output and "Traceback" not in run.output
+
+
+@pytest.mark.torchrun
+def test_ranks_close_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    with launch("close", tmp_path) as run:
+        run.until("ready")
+        run.kill(run.pid)
+        run.finish()
+        run.wait_until_all_are_gone()
+
+
+@pytest.mark.torchrun
+def test_a_rank_that_fails_gives_the_launcher_its_exit_code(tmp_path: Path) -> None:
+    with launch("fail", tmp_path) as run:
+        assert run.finish() not in (0, 2), run.output
+    assert "planted failure" in run.output
+
+
+@pytest.mark.parametrize("module", ["launch", "train"])
+def test_ctrl_c_during_the_imports_leaves_no_traceback(module: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", f"torchtitan.{module}"]
+    with Launched(command, cwd=ROOT, env=ENVIRONMENT) as run:
+        run.until("torch._C")
+        run.signal_group(signal.SIGINT)
+        # Shells report the signal as exit code 130.
+        assert run.finish() == -signal.SIGINT
+    assert "Traceback" not in run.output and "usage" not in run.output
+
+
+def test_settings_that_cannot_be_used_end_with_code_two_and_no_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = [
+        "--training.num_tokens_per_train_step=1",
+        "--parallelism.tensor_parallel_degree=2",
+    ]
+    command = [ROOT / "run_train.sh", f"--dump_folder={folder}", *settings]
+    with Launched(command, cwd=ROOT, env={"PYTHON": sys.executable, "NGPU": "2"}) as run:
+        assert run.finish() == 2, run.output
+    assert "num_tokens_per_train_step" in run.output
+    assert "tensor_parallel_degree" in run.output
+    assert "[rank0]" not in run.output
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_the_settings_are_checked_leaves_no_traceback(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [ROOT / "run_train.sh", f"--dump_folder={tmp_path / 'run'}"]
+    environment = {"PYTHON": sys.executable, "PYTHONPROFILEIMPORTTIME": "1"}
+    with Launched(command, cwd=ROOT, env=environment) as run:
+        run.until("torch._C")
+        run.signal_group(number)
+        assert run.finish() == 128 + number, run.output
+        run.wait_until_all_are_gone()
+    assert "Traceback" not in run.output and "[rank0]" not in run.output
+    assert not (tmp_path / "run").exists()
