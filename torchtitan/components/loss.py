@@ -57,12 +57,15 @@ def cross_entropy_loss(
     every rank holds all of it, and the size must be that of ``pred``.
     """
     if global_vocab_size is not None and pred.shape[-1] != global_vocab_size:
-        raise ValueError(
-            f"the loss was set up for a vocabulary of {global_vocab_size} tokens, but the model predicts "
-            f"{pred.shape[-1]}. Set loss.global_vocab_size to the vocabulary of the model, or leave it "
-            "unset."
-        )
+        raise ValueError(_other_vocabulary(global_vocab_size, pred.shape[-1]))
     return F.cross_entropy(pred.float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def _other_vocabulary(asked: int | None, found: int) -> str:
+    return (
+        f"the loss was set up for a vocabulary of {asked} tokens, but the model predicts {found}. "
+        "Set global_vocab_size of the loss to the vocabulary of the model, or leave it unset."
+    )
 
 
 def mse_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -79,7 +82,12 @@ class BaseLoss(ABC, Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        pass
+        def check(self, *, num_tokens_per_batch: int, vocab_size: int | None) -> list[str]:
+            """What does not fit a microbatch or a model of these sizes, one message each.
+
+            ``vocab_size`` None is a model that does not tell.
+            """
+            return []
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         self.config = config
@@ -106,6 +114,11 @@ class CrossEntropyLoss(BaseLoss):
     class Config(BaseLoss.Config):
         global_vocab_size: int | None = None
         """Size of the vocabulary that the model must predict; None accepts any."""
+
+        def check(self, *, num_tokens_per_batch: int, vocab_size: int | None) -> list[str]:
+            if self.global_vocab_size in (None, vocab_size) or vocab_size is None:
+                return []
+            return [_other_vocabulary(self.global_vocab_size, vocab_size)]
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
@@ -203,6 +216,14 @@ class ChunkedLossWrapper(BaseLoss):
             if self.num_chunks <= 0:
                 reject(f"loss.num_chunks is {self.num_chunks}; it must be 1 or more.")
 
+        def check(self, *, num_tokens_per_batch: int, vocab_size: int | None) -> list[str]:
+            found = self.loss_fn.check(
+                num_tokens_per_batch=num_tokens_per_batch, vocab_size=vocab_size
+            )
+            if self.num_chunks > 0 and num_tokens_per_batch % self.num_chunks:
+                found.append(_uneven_chunks(self.num_chunks, num_tokens_per_batch))
+            return found
+
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
         self._num_chunks = config.num_chunks
@@ -232,11 +253,7 @@ class ChunkedLossWrapper(BaseLoss):
                 "with the lm_head of the model first."
             )
         if pred.shape[0] % self._num_chunks:
-            raise RuntimeError(
-                f"the loss is computed in {self._num_chunks} chunks, but the microbatch has "
-                f"{pred.shape[0]} tokens: the number of tokens must be divisible by num_chunks. Change "
-                "loss.num_chunks or training.num_tokens_per_microbatch_per_dp_rank."
-            )
+            raise RuntimeError(_uneven_chunks(self._num_chunks, pred.shape[0]))
         metrics: dict[str, torch.Tensor] = {}
         with _whole_parameters(lm_head) as project:
             # Read only now: FSDP has put other Parameter objects in the place of its shards.
@@ -265,6 +282,14 @@ class ChunkedLossWrapper(BaseLoss):
             value = value.detach()
             metrics[name] = metrics[name] + value if name in metrics else value
         return loss
+
+
+def _uneven_chunks(num_chunks: int, num_tokens: int) -> str:
+    return (
+        f"the loss is computed in {num_chunks} chunks, but the microbatch has {num_tokens} tokens: "
+        "the number of tokens must be divisible by num_chunks. Change loss.num_chunks or "
+        "training.num_tokens_per_microbatch_per_dp_rank."
+    )
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -8,6 +8,7 @@ a known peak there is no MFU, without measured steps no time left.
                                            -> LoggerContainer -> TensorBoardLogger
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -157,6 +158,21 @@ class MetricsProcessor(Configurable):
                     f"metrics.log_freq must be greater than 0, but is {self.log_freq}. To log seldom, set "
                     "it to a large number of steps."
                 )
+
+        def check(self) -> list[str]:
+            """What keeps the metrics from being written as asked, one message each."""
+            found = []
+            if self.enable_tensorboard and importlib.util.find_spec("tensorboard") is None:
+                found.append(
+                    "metrics.enable_tensorboard was asked for, but the package tensorboard is not "
+                    "installed. Install it, or set --metrics.no-enable-tensorboard."
+                )
+            if self.save_for_all_ranks and not self.enable_tensorboard:
+                found.append(
+                    "metrics.save_for_all_ranks has no effect without TensorBoard files; add "
+                    "--metrics.enable-tensorboard or leave it out."
+                )
+            return found
 
     def __init__(
         self,

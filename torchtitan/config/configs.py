@@ -47,7 +47,7 @@ class TrainingConfig:
     """Keep parameters, gradients and optimizer state in CPU memory, at the price of speed."""
 
     disable_cuda_graphs: bool = True
-    """CUDA graphs are not offered: the step always runs without them, and this flag stays on."""
+    """Run the step without CUDA graphs. They are not available yet, so switching this off is refused."""
 
     dtype: Literal["bfloat16", "float32"] = "float32"
     """The type in which parameters and optimizer state are kept."""
@@ -120,7 +120,8 @@ class ParallelismConfig:
     """Layers in one stage; None divides by the number of stages that the schedule wants."""
 
     pipeline_parallel_schedule: str = "1F1B"
-    """Name of a schedule of torch.distributed.pipelining."""
+    """Name of a schedule of torch.distributed.pipelining. Has no effect while pipeline parallelism is not
+    available."""
 
     pipeline_parallel_schedule_csv: str | None = ""
     """A CSV file that holds a schedule; it wins over pipeline_parallel_schedule. Empty or None is unused."""
@@ -213,8 +214,9 @@ class CommConfig:
     """Begin of the name of each dump; the rank follows."""
 
     mode: Literal["default", "fake_backend", "local_tensor", "torchcomms"] = "default"
-    """default: real communication. fake_backend: one process stands for rank 0 of many and sends nothing, to
-    check a config. local_tensor and torchcomms: experimental modes of torch."""
+    """default: real communication. fake_backend: this process plays one of NGPU ranks, the one that RANK names
+    (else rank 0), and sends nothing, to check a config; checkpoints are off. local_tensor and torchcomms are not
+    available and refused."""
 
     def __post_init__(self) -> None:
         timeouts = ("init_timeout_seconds", "train_timeout_seconds")
@@ -233,7 +235,7 @@ class DebugConfig:
     """Use only deterministic kernels, which may be slower."""
 
     deterministic_warn_only: bool = False
-    """With deterministic: warn instead of failing where there is no deterministic kernel."""
+    """With deterministic, and only there: warn instead of failing where there is no deterministic kernel."""
 
     moe_force_load_balance: bool = False
     """Send the same number of tokens to every expert, whatever the router says. For measurements only."""
@@ -248,7 +250,8 @@ class DebugConfig:
     """Print the resulting config as JSON at the start."""
 
     save_config_file: str | None = None
-    """File below the dump folder to which rank 0 writes the resulting config as JSON; None writes none."""
+    """File to which rank 0 writes the resulting config as JSON, below the dump folder unless it is absolute. Its
+    folder must exist, except the dump folder itself. None writes none."""
 
     enable_structured_logging: bool = True
     """Write spans and scalars as JSON lines to structured_logs in the dump folder."""

@@ -116,6 +116,29 @@ def derive(source: Any, target_cls: type, **deltas: Any) -> Any:
     return target_cls(**{name: getattr(source, name) for name in shared} | deltas)
 
 
+def problems(override_config: OverrideConfig, config_root: Any) -> list[str]:
+    """The imports that ``apply_overrides`` would refuse or that change nothing, one message each.
+
+    Imports their modules; changes nothing. Overrides that claim the same place are not looked for.
+    """
+    found = []
+    for entry in override_config.imports:
+        name = entry if isinstance(entry, str) else entry[0]
+        try:
+            if not _find_claims(_look_up(name), {}, config_root):
+                found.append(_matches_nothing(name))
+        except (ImportError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+def _matches_nothing(name: str) -> str:
+    return (
+        f"The override {name} changes nothing: no config in the tree matches it. "
+        "Check its target and its fqns."
+    )
+
+
 class _Claim(NamedTuple):
     fqn: str
     config: Any
@@ -143,10 +166,7 @@ def apply_overrides(override_config: OverrideConfig, config_root: Any) -> list[s
         seen.add(name)
         found = _find_claims(_look_up(name), options, config_root)
         if not found:
-            logger.warning(
-                f"The override {name} changes nothing: no config in the tree matches it. "
-                "Check its target and its fqns."
-            )
+            logger.warning(_matches_nothing(name))
         claims.extend(found)
     _require_disjoint(claims)
     replacements = [_make(claim) for claim in claims]
@@ -167,9 +187,11 @@ def _look_up(name: str) -> Override:
         )
     try:
         importlib.import_module(module_name)
-    except ImportError as error:
+    # Not ImportError alone: the module is the user's, and may be unfinished in any way.
+    except Exception as error:
         raise ImportError(
-            f"override.imports names {name!r}, but its module {module_name!r} cannot be imported: {error}. "
+            f"override.imports names {name!r}, but its module {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}. "
             "Check the name, and that the module is on PYTHONPATH."
         ) from error
     if name not in _registry:

@@ -294,3 +294,15 @@ def accumulate_sharded() -> tuple[bool, str]:
 def test_sharded_gradients_keep_their_placements_and_refuse_others() -> None:
     for equal, message in run_on_ranks(2, accumulate_sharded):
         assert equal and "placements (Replicate(),)" in message
+
+
+def test_a_loss_says_beforehand_what_it_would_fail_at() -> None:
+    chunked = ChunkedLossWrapper.Config(
+        num_chunks=3, loss_fn=CrossEntropyLoss.Config(global_vocab_size=5)
+    )
+    vocabulary, chunks = chunked.check(num_tokens_per_batch=8, vocab_size=7)
+    assert "vocabulary of 5 tokens, but the model predicts 7" in vocabulary
+    assert "3 chunks, but the microbatch has 8 tokens" in chunks
+    assert chunked.check(num_tokens_per_batch=9, vocab_size=5) == []
+    assert chunked.check(num_tokens_per_batch=9, vocab_size=None) == []
+    assert MSELoss.Config().check(num_tokens_per_batch=8, vocab_size=7) == []

@@ -209,7 +209,7 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events.Reload()
     return {
         tag: [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
+        for tag in events.scalars.Keys()
     }
 
 

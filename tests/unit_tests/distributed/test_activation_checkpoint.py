@@ -1,5 +1,7 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ class MatmulCount(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self.count += func is torch.ops.aten.mm.default
         return func(*args, **(kwargs or {}))
 
@@ -101,7 +105,7 @@ def test_a_forced_name_without_a_matrix_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("compiler_settings")
-def test_a_memory_budget_is_handed_to_the_compiler(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_memory_budget_is_handed_to_the_compiler(tmp_path: Path) -> None:
     config = MemoryBudgetAC.Config(memory_budget=0.25, visualize_memory_budget_pareto=True)
     config.build(dump_folder=str(tmp_path)).apply(Blocks())
     assert functorch_config.activation_memory_budget == 0.25
@@ -115,7 +119,7 @@ def test_a_memory_budget_is_handed_to_the_compiler(tmp_path) -> None:  # type: i
         (lambda: SelectiveAC.Config(debug=True), "cannot trace"),
     ],
 )
-def test_impossible_settings_are_refused(make, word: str) -> None:  # type: ignore[no-untyped-def]
+def test_impossible_settings_are_refused(make: Callable[[], object], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make()
 

@@ -21,6 +21,22 @@ EXPORTS = {
         CheckpointStorage DATALOADER LR_SCHEDULER MODEL ModelWrapper OPTIMIZER TRAIN_STATE""",
     "torchtitan.components.optimizer": """LRSchedulersContainer OptimizersContainer
         ParamGroupConfig default_adamw""",
+    "torchtitan.components.data": """BaseDataLoader Collator ConcatThenSplitPackingConfig
+        DataloaderExhaustedError DatasetBuildContext DatasetConfig DatasetIterationPolicy
+        GrainDataLoader IndexedJsonlSource LocalFilesSource RandomAccessDataSource
+        SampleProcessor SingleDatasetConfig SourceConfig TextCollator TextProcessor TextSequence
+        TrainerBatch packed_text""",
+    "torchtitan.components.loss": """BaseLoss ChunkedLossWrapper CrossEntropyLoss
+        GradAccumulator IGNORE_INDEX LossFunction LossOutput MSELoss cross_entropy_loss mse_loss""",
+    "torchtitan.protocols": """BaseModel BaseStateDictAdapter Configurable ModelSpec Module
+        StateDictAdapter""",
+    "torchtitan.models.common": """BaseAttention ComplexRoPE CosSinRoPE Decoder Embedding
+        FeedForward FlexAttention FusedQKVLinear GQAttention Linear QKVLinear RMSNorm RoPE
+        TransformerBlock VarlenAttention compute_ffn_hidden_dim""",
+    "torchtitan.observability.structured_logger": """ExtraFields LogType TraceEventsOnlyFilter
+        _structured_logger add_step_tag clear_step_tags event_extra get_relative_step get_step
+        get_step_tags init_structured_logger log_trace_instant log_trace_scalar log_trace_span
+        set_step""",
 }
 
 OPTIMIZER, CHECKPOINTER = "torchtitan.components.optimizer", "torchtitan.components.checkpointer"

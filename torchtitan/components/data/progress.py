@@ -2,7 +2,7 @@
 
 import sys
 
-from tqdm import tqdm
+from tqdm import tqdm  # pyrefly: ignore[untyped-import] the package carries no types
 
 _TERMINAL_SECONDS = 0.5
 _LOG_SECONDS = 10

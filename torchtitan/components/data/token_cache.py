@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from torchtitan.tools.filesystem import fsync_dir
 from torchtitan.tools.logging import logger
 
 _FORMAT = "torchtitan-tokens-1"
@@ -193,14 +194,14 @@ def _build(folder: Path, dtype: np.dtype, documents: Iterator[np.ndarray]) -> No
         with (building / _HEADER).open("w", encoding="utf-8") as file:
             json.dump(header, file)
             _flush(file)
-        _flush_folder(building)
+        fsync_dir(str(building))
         try:
             building.rename(folder)
         except OSError:
             # On a shared disk without locks another machine was faster; its cache is as good.
             if not folder.is_dir():
                 raise
-        _flush_folder(folder.parent)
+        fsync_dir(str(folder.parent))
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -229,11 +230,3 @@ def _write_documents(
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

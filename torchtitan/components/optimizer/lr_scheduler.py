@@ -81,6 +81,18 @@ class LRSchedulersContainer(Stateful, Configurable):
                     f"lr_scheduler.min_lr_factor is {self.min_lr_factor}; it must be from 0 to 1."
                 )
 
+        def check(self, *, training_steps: int) -> list[str]:
+            """What makes no sense for a run of ``training_steps``, one message each."""
+            total = self.total_steps
+            decays = self.decay_ratio is None or self.decay_ratio > 0
+            if total is None or total >= training_steps or not decays or self.min_lr_factor > 0:
+                return []
+            return [
+                f"lr_scheduler.total_steps is {total} and the rate decays to 0 there, so steps "
+                f"{total + 1} to {training_steps} (training.steps) would learn nothing. Raise "
+                "lr_scheduler.total_steps, leave it out, or set lr_scheduler.min_lr_factor."
+            ]
+
         # The number of training steps is no setting of its own, so building needs it beside the config.
         def build(  # pyrefly: ignore[bad-override]
             self, *, optimizers: OptimizersContainer, training_steps: int

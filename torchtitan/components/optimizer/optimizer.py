@@ -22,6 +22,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer.checks import (
+    assign,
+    coverage_problems,
+    learning_rate_problem,
+    no_bfloat16_moments,
+    settings_problem,
+    takes_nothing,
+    unused_names,
+)
 from torchtitan.components.optimizer.utils import (
     get_flat_optim_state_dict,
     init_optim_state,
@@ -65,6 +74,8 @@ class ParamGroupConfig:
                 f"optimizer.param_groups: the pattern {self.pattern!r} is not a regular expression "
                 f"({error}). Escape special characters, or use '.*' for every parameter."
             )
+        if problem := learning_rate_problem(self.optimizer_kwargs):
+            reject(f"optimizer.param_groups: in the group with pattern {self.pattern!r} {problem}.")
 
 
 class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
@@ -88,6 +99,52 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
         """Extra keyword arguments for the constructor of each optimizer, by its name; they hold for
         the optimizer as a whole, not for one group."""
 
+        def check(self, *, model: nn.Module, device_type: str) -> list[str]:
+            """What keeps these optimizers from updating ``model``, one message each.
+
+            ``model`` may be on the meta device; ``device_type`` is where its parameters will be.
+            """
+            owner: Any = self._owner
+            names_used = {group.optimizer_name for group in self.param_groups}
+            trainable = [item for item in model.named_parameters() if item[1].requires_grad]
+            found = [
+                problem
+                for index, group in enumerate(self.param_groups)
+                if (problem := self._group_problem(owner, index, group))
+            ]
+            if unused := unused_names(self.optimizer_factory_kwargs_by_name, names_used):
+                found.append(unused)
+            try:
+                patterns = [group.pattern for group in self.param_groups]
+                found += coverage_problems([name for name, _ in trainable], patterns)
+            except re.error:
+                pass  # rejected by the group itself
+            if self.implementation == "fused_opt_states_bf16" and device_type == "cpu":
+                others = [fqn for fqn, param in trainable if param.dtype != torch.bfloat16]
+                if others:
+                    found.append(no_bfloat16_moments(others))
+            return found
+
+        def _group_problem(self, owner: Any, index: int, group: ParamGroupConfig) -> str | None:
+            name = group.optimizer_name
+            settings = {
+                **self.optimizer_factory_kwargs_by_name.get(name, {}),
+                **group.optimizer_kwargs,
+            }
+            if learning_rate_problem(group.optimizer_kwargs):
+                return None  # rejected by the group itself
+            try:
+                factory = owner._resolve_optimizer_factory(name)
+            except NotImplementedError as error:
+                problem: str | None = str(error).removesuffix(".")
+            else:
+                problem = learning_rate_problem(settings) or settings_problem(
+                    factory, settings, owner._build_impl_kwargs(self)
+                )
+            if problem is None:
+                return None
+            return f"optimizer.param_groups.{index} ({name}, pattern {group.pattern!r}): {problem}."
+
     optimizers: list[T]
     model_parts: list[nn.Module]
 
@@ -106,12 +163,8 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
                 kwargs = config.optimizer_factory_kwargs_by_name.get(name, {})
                 self.optimizers.append(factory(groups, **kwargs))
                 names_used.add(name)
-        unknown = sorted(set(config.optimizer_factory_kwargs_by_name) - names_used)
-        if unknown:
-            raise ValueError(
-                f"optimizer.optimizer_factory_kwargs_by_name has settings for {unknown}, but the param "
-                f"groups use {sorted(names_used)}. Remove them, or give a group that optimizer_name."
-            )
+        if unused := unused_names(config.optimizer_factory_kwargs_by_name, names_used):
+            raise ValueError(unused)
         if config.implementation == "fused_opt_states_bf16":
             for optimizer in self.optimizers:
                 _keep_moments_in_bfloat16(optimizer)
@@ -143,18 +196,13 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
         groups_by_name: _GroupsByName = {}
         # Patterns are kept apart: every entry of a group would end up in checkpoints.
         patterns_by_name: _PatternsByName = {}
-        for config in param_group_configs:
-            matched = [name for name in unclaimed if re.search(config.pattern, name)]
-            if not matched:
-                raise ValueError(
-                    f"the param group with pattern {config.pattern!r} takes no parameter: "
-                    f"{len(unclaimed)} trainable parameters were left when its turn came"
-                    f"{_examples(unclaimed)}. Correct the pattern, move the group before the one that "
-                    "takes its parameters, or remove it."
-                )
+        taken, _ = assign(list(unclaimed), [config.pattern for config in param_group_configs])
+        for config, names in zip(param_group_configs, taken, strict=True):
+            if not names:
+                raise ValueError(takes_nothing(config.pattern, list(unclaimed)))
             group = {
-                "params": [unclaimed.pop(name) for name in matched],
-                "param_names": [canonical_fqn(name) for name in matched],
+                "params": [unclaimed.pop(name) for name in names],
+                "param_names": [canonical_fqn(name) for name in names],
                 **impl_kwargs,
                 **config.optimizer_kwargs,
             }
@@ -244,11 +292,6 @@ def default_adamw(lr: float = 8e-4, **kwargs: Any) -> OptimizersContainer.Config
     return OptimizersContainer.Config(param_groups=[everything])
 
 
-def _examples(unclaimed: dict[str, nn.Parameter]) -> str:
-    shown = sorted(unclaimed)[:3]
-    return f" (for example {', '.join(shown)})" if shown else ""
-
-
 def _log_groups(
     part_index: int, name: str, groups: list[dict[str, Any]], patterns: list[str]
 ) -> None:
@@ -274,12 +317,7 @@ def _keep_moments_in_bfloat16(optimizer: Optimizer) -> None:
         if param.device.type == "cpu" and param.dtype != torch.bfloat16
     )
     if unsupported:
-        # torch 2.13: the CPU kernel wants state and parameter in one dtype.
-        raise ValueError(
-            "optimizer.implementation fused_opt_states_bf16 was asked for, but on the CPU torch updates "
-            f"only bfloat16 parameters with bfloat16 moments; found {len(unsupported)} others, such as "
-            f"{unsupported[0]}. Use implementation fused, or train on an accelerator."
-        )
+        raise ValueError(no_bfloat16_moments(unsupported))
     optimizer.register_step_pre_hook(_create_bfloat16_moments)
 
 

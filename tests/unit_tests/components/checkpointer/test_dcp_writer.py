@@ -4,7 +4,7 @@ import errno
 import gc
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def test_the_error_of_the_disk_is_raised_and_not_what_torch_makes_of_it(tmp_path
 
 class _FullFileSystem(FileSystem):
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: Any, mode: str) -> Generator[Any]:
         with super().create_stream(path, mode) as stream:
             yield _FullStream(stream)
 

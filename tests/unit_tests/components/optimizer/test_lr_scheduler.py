@@ -2,6 +2,8 @@
 
 import logging
 import warnings
+from dataclasses import replace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -150,3 +152,14 @@ def test_a_schedule_that_fits_warns_of_nothing(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         rates(10, warmup_steps=2, decay_ratio=0.8)
     assert not caplog.records
+
+
+def test_a_schedule_that_ends_at_zero_before_the_training_does_is_found() -> None:
+    config = LRSchedulersContainer.Config(total_steps=10)
+    assert config.check(training_steps=10) == []
+    assert (
+        "steps 11 to 20 (training.steps) would learn nothing" in config.check(training_steps=20)[0]
+    )
+    kept: dict[str, Any]
+    for kept in ({"min_lr_factor": 0.1}, {"decay_ratio": 0.0}, {"total_steps": None}):
+        assert replace(config, **kept).check(training_steps=20) == []

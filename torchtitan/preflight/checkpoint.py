@@ -1,0 +1,121 @@
+"""Whether checkpoints can be written where they should, and what a run is to begin from exists."""
+
+import os
+from collections.abc import Iterator
+
+from torchtitan.components.checkpointer import (
+    CheckpointManager,
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+)
+from torchtitan.components.checkpointer.dcp_index import DcpStorage, own_folder
+from torchtitan.components.checkpointer.errors import CheckpointError
+from torchtitan.components.checkpointer.source import find_source, Request
+from torchtitan.preflight.folders import write_problem
+from torchtitan.tools import filesystem
+from torchtitan.trainer import Trainer
+
+_STATE_KEYS = frozenset({OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE})
+
+
+def checkpoint_problems(config: Trainer.Config, world_size: int | None) -> Iterator[str]:
+    """Checkpoint settings that contradict the run, each other or the disk."""
+    checkpoint = config.checkpoint
+    if checkpoint.create_seed_checkpoint:
+        yield from _seed_problems(config, world_size)
+    if not checkpoint.enable:
+        yield from _idle_settings(config)
+        return
+    if checkpoint.load_only and checkpoint.enable_first_step_checkpoint:
+        yield (
+            "--checkpoint.load_only never saves, but --checkpoint.enable_first_step_checkpoint asks "
+            "for a save; leave one of them out."
+        )
+    if not isinstance(checkpoint, CheckpointManager.Config):
+        return
+    if unknown := sorted(set(checkpoint.exclude_from_loading) - _STATE_KEYS - {MODEL}):
+        yield (
+            f"--checkpoint.exclude_from_loading names {', '.join(unknown)}; it takes names out of "
+            f"{', '.join(sorted(_STATE_KEYS))}."
+        )
+    yield from _disk_problems(config)
+
+
+def _seed_problems(config: Trainer.Config, world_size: int | None) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or world_size not in (1, None):
+        yield (
+            "--checkpoint.create_seed_checkpoint is made by one process and saved as a checkpoint: "
+            f"it needs --checkpoint.enable and 1 rank, found {world_size} (NGPU=1)."
+        )
+    others = {
+        "--checkpoint.load_only": checkpoint.load_only,
+        "--checkpoint.load_step": checkpoint.load_step != -1,
+        "--checkpoint.initial_load_path": bool(checkpoint.initial_load_path),
+        "--comm.mode": config.comm.mode != "default",
+    }
+    if contrary := [flag for flag, is_set in others.items() if is_set]:
+        yield (
+            "--checkpoint.create_seed_checkpoint saves freshly initialised weights and loads "
+            f"nothing, which contradicts {', '.join(contrary)}; leave one side out."
+        )
+
+
+def _idle_settings(config: Trainer.Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    flags = {
+        f"load_step {checkpoint.load_step}": checkpoint.load_step != -1,
+        f"initial_load_path {checkpoint.initial_load_path}": bool(checkpoint.initial_load_path),
+        "load_only": checkpoint.load_only,
+        "enable_first_step_checkpoint": checkpoint.enable_first_step_checkpoint,
+        "exclude_from_loading": bool(checkpoint.exclude_from_loading),
+    }
+    for flag, is_set in flags.items():
+        if is_set:
+            yield (
+                f"--checkpoint.{flag} has no effect while checkpoints are off; add "
+                "--checkpoint.enable."
+            )
+
+
+def _disk_problems(config: Trainer.Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    folder = filesystem.join(config.dump_folder, checkpoint.folder)
+    if any(filesystem.is_remote(path) for path in (folder, checkpoint.initial_load_path or "")):
+        return  # refused as such
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        yield f"--checkpoint.folder {folder} is not a folder; choose another one or move it away."
+        return
+    is_written = not checkpoint.load_only and config.comm.mode == "default"
+    # A folder inside of the dump folder that cannot be written is reported with that one.
+    if is_written and write_problem("--dump_folder", config.dump_folder) is None:
+        if problem := write_problem("--checkpoint.folder", folder):
+            yield problem
+            return
+    if checkpoint.load_step >= -1:
+        yield from _source_problems(config, folder)
+
+
+def _source_problems(config: Trainer.Config, folder: str) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    request = Request(
+        load_step=checkpoint.load_step,
+        initial_load_path=checkpoint.initial_load_path,
+        initial_load_model_only=checkpoint.initial_load_model_only,
+        initial_load_in_hf=checkpoint.initial_load_in_hf,
+        initial_load_in_hf_quantized=checkpoint.initial_load_in_hf_quantized,
+        hf_assets_path=config.hf_assets_path,
+    )
+    storage = DcpStorage()
+    try:
+        find_source(request, own_folder(folder, storage, _STATE_KEYS), storage)
+    except (CheckpointError, ValueError) as error:
+        yield str(error)
+    except OSError as error:
+        yield (
+            f"--checkpoint.folder {folder} cannot be read ({error.filename or folder}: "
+            f"{error.strerror or error}); make it readable or choose another one."
+        )

@@ -1,0 +1,61 @@
+"""How many ranks a run has, and whether its settings can be divided among them."""
+
+import os
+
+from torchtitan import assembly
+from torchtitan.distributed.parallel_dims import problems as parallel_problems
+from torchtitan.trainer import Trainer
+
+
+def num_ranks(*, simulated: bool = False) -> int:
+    """Ranks of the run: WORLD_SIZE under a launcher, else NGPU (default 1) on each of NNODES machines.
+
+    A ``simulated`` run has the NGPU ranks that one process pretends to be part of.
+
+    Raises:
+        ValueError: a variable that counts is not set or is no positive number.
+    """
+    if simulated:
+        if not os.environ.get("NGPU"):
+            raise ValueError(
+                "--comm.mode fake_backend plays one of NGPU ranks, but NGPU is not set; set it to "
+                "the number of ranks."
+            )
+        return _count("NGPU", "ranks")
+    if os.environ.get("WORLD_SIZE"):
+        return _count("WORLD_SIZE", "ranks")
+    return _count("NGPU", "ranks") * _count("NNODES", "machines")
+
+
+def _count(name: str, what: str) -> int:
+    text = os.environ.get(name) or "1"
+    # isdecimal alone also takes the digits of other scripts, as int does; both agree.
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text!r} is not a number of {what}; set it to 1 or more.")
+    return int(text)
+
+
+def layout_problems(config: Trainer.Config, world_size: int) -> list[str]:
+    """Degrees of parallelism that do not fit ``world_size`` ranks."""
+    parallelism = config.parallelism
+    degrees = [
+        getattr(parallelism, name)
+        for name in parallelism.__dataclass_fields__
+        if name.endswith("_degree")
+    ]
+    if any(degree < 1 and degree != -1 for degree in degrees):
+        return []  # reported as a violation of that field already
+    return parallel_problems(parallelism, world_size)
+
+
+def batch_problems(config: Trainer.Config, world_size: int) -> list[str]:
+    """A batch that does not divide among ``world_size`` ranks, which all read other rows."""
+    training = config.training
+    wanted = training.num_tokens_per_train_step
+    if training.num_tokens_per_microbatch_per_dp_rank <= 0 or (wanted != -1 and wanted <= 0):
+        return []  # reported as a violation of that field already
+    try:
+        assembly.batch_sizes(training, world_size)
+    except ValueError as error:
+        return [str(error)]
+    return []
