@@ -24,8 +24,8 @@ MAX_FILE_BYTES = 1 << 20
 
 @dataclass(kw_only=True, slots=True)
 class Fault:
-    kind: Literal["none", "raise", "kill", "interrupt", "wait", "full_disk"] = "none"
-    """raise an error; SIGKILL the own process; SIGINT for it; wait for a signal; no longer be able
+    kind: Literal["none", "raise", "kill", "terminate", "wait", "full_disk"] = "none"
+    """raise an error; SIGKILL the own process; SIGTERM for it; wait for a signal; no longer be able
     to write a file of more than a mebibyte."""
 
     rank: int = 1
@@ -61,8 +61,8 @@ class FaultyTrainer(Trainer):
             raise ValueError(f"row 7 of step {self.step} is broken")
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
+        if kind == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
         if kind == "wait":
             threading.Event().wait()
         if kind == "full_disk":

@@ -43,17 +43,17 @@ def test_a_failing_background_save_ends_the_run_and_names_step_and_path(
 
 
 def test_a_save_in_flight_is_finished_after_a_signal(tmp_path: Path, cache: Path) -> None:
-    fault = ["--fault.kind=interrupt", "--fault.rank=-1", "--fault.after_steps=3"]
+    fault = ["--fault.kind=terminate", "--fault.rank=-1", "--fault.after_steps=3"]
     schedule = ["--training.steps=9", "--checkpoint.interval=3"]
     arguments = [*FAULTY, f"--dump_folder={tmp_path}", *SETTINGS, *schedule, *fault]
     ends = main_on_ranks(2, arguments, cache=cache)
     for end in ends:
-        assert end.how == "raised" and end.detail.rstrip().endswith("SystemExit: 130"), end
+        assert end.how == "raised" and end.detail.rstrip().endswith("SystemExit: 143"), end
         assert "Traceback" not in end.log
         assert "failed" not in end.log
     assert complete_steps(tmp_path) == [3]
     log = ends[0].log
-    stopped, saved = log.index("planted fault: interrupt"), log.index("Saved checkpoint of step 3")
+    stopped, saved = log.index("planted fault: terminate"), log.index("Saved checkpoint of step 3")
     assert stopped < saved, "the save was over before the signal came, so this shows nothing"
     assert f"Newest checkpoint: {tmp_path}/checkpoint/step-3." in Story(log).last_line()
 

@@ -134,7 +134,10 @@ class PeerFailureWatch:
             first = RankFailure(**json.loads(self._store.compare_set(_FIRST, "", value)))
         self._note(first, self._store)
         if first == own:
-            self._await_peers()
+            # A lost rank never answers; the others look this often.
+            self._await_peers(
+                2 * self._poll_seconds if own.is_lost_peer else self._farewell_seconds
+            )
         return first
 
     def first_failure(self) -> RankFailure | None:
@@ -158,7 +161,7 @@ class PeerFailureWatch:
             self._store.set(self._heard, "")
         if self._rank == 0:
             # Rank 0 may host the store: leaving first would look like a failure to those that still listen.
-            self._await_peers()
+            self._await_peers(self._farewell_seconds)
 
     def _listen(self) -> None:
         while not self._closing.wait(self._poll_seconds):
@@ -187,8 +190,8 @@ class PeerFailureWatch:
                 store.set(self._heard, "")
         self._known.set()
 
-    def _await_peers(self) -> None:
-        deadline = time.monotonic() + self._farewell_seconds
+    def _await_peers(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         heard = [f"heard/{peer}" for peer in self._peers]
         with contextlib.suppress(RuntimeError):
             while not self._store.check(heard) and time.monotonic() < deadline:

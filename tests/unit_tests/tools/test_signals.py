@@ -55,7 +55,7 @@ def test_later_signals_do_not_disturb_the_closing() -> None:
         assert signals.received is not None and signals.received.signal_number == signal.SIGTERM
 
 
-class EndedAtOnce(Exception):
+class EndedAtOnceError(Exception):
     pass
 
 
@@ -63,7 +63,7 @@ class Watched(StopSignals):
     """Tells of the end of the process instead of ending it."""
 
     def end_at_once(self) -> NoReturn:
-        raise EndedAtOnce
+        raise EndedAtOnceError
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_first_one_says_so(
         clock.now += 1.9  # the same press, passed on by a launcher
         signal.raise_signal(signal.SIGINT)
         clock.now += 0.1
-        with pytest.raises(EndedAtOnce):
+        with pytest.raises(EndedAtOnceError):
             signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err == ""
 
@@ -98,7 +98,7 @@ def test_sigterm_never_ends_at_once(clock: SimpleNamespace) -> None:
             clock.now += 10.0
             signal.raise_signal(number)
         clock.now += 10.0
-        with pytest.raises(EndedAtOnce):
+        with pytest.raises(EndedAtOnceError):
             signal.raise_signal(signal.SIGINT)
 
 
