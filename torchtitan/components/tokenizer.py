@@ -76,10 +76,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
         def check(self, *, tokenizer_path: str) -> list[str]:
-            """Says when the folder or a tokenizer in it is missing; opens no file."""
+            """Says when the folder or a tokenizer in it is missing or barred; opens no file."""
             try:
                 _tokenizer_files(Path(tokenizer_path))
-            except FileNotFoundError as error:
+            except OSError as error:
                 return [str(error)]
             return []
 

@@ -7,14 +7,12 @@ that overrides, param groups and activation checkpointing meet the modules they 
                               -> activation checkpointing, param groups: its parameters
 """
 
-import copy
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 from torchtitan import assembly
 from torchtitan.components.loss import BaseLoss
-from torchtitan.config import OverrideConfig
 from torchtitan.config.override import problems as override_problems
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.protocols import BaseModel
@@ -27,15 +25,12 @@ def fit(config: Trainer.Config) -> tuple[Trainer.Config, list[str]]:
     found = override_problems(config.override, config)
     if config.model_spec is None or config.training.max_context_length <= 0:
         return config, found  # reported elsewhere
-    wanted = copy.copy(config)
-    if found:
-        wanted.override = OverrideConfig()
     try:
         with _silence():
-            return assembly.fitted(wanted), found
+            return assembly.fitted(config), found
     # TypeError: an override was given options that it does not have.
     except (ValueError, NotImplementedError, ImportError, TypeError) as error:
-        return config, [*found, str(error)]
+        return config, list(dict.fromkeys([*found, str(error)]))
 
 
 def model_problems(config: Trainer.Config) -> Iterator[str]:

@@ -21,7 +21,14 @@ def num_ranks(*, simulated: bool = False) -> int:
                 "--comm.mode fake_backend plays one of NGPU ranks, but NGPU is not set; set it to "
                 "the number of ranks."
             )
-        return _count("NGPU", "ranks")
+        world_size = _count("NGPU", "ranks")
+        rank = os.environ.get("RANK", "0")
+        if not rank.isdecimal() or int(rank) >= world_size:
+            raise ValueError(
+                f"RANK={rank!r} is none of the {world_size} ranks that NGPU simulates; set it to "
+                f"0 to {world_size - 1}, or unset it to be rank 0."
+            )
+        return world_size
     if os.environ.get("WORLD_SIZE"):
         return _count("WORLD_SIZE", "ranks")
     return _count("NGPU", "ranks") * _count("NNODES", "machines")
@@ -29,7 +36,6 @@ def num_ranks(*, simulated: bool = False) -> int:
 
 def _count(name: str, what: str) -> int:
     text = os.environ.get(name) or "1"
-    # isdecimal alone also takes the digits of other scripts, as int does; both agree.
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{name}={text!r} is not a number of {what}; set it to 1 or more.")
     return int(text)

@@ -209,6 +209,18 @@ def test_an_override_with_options_it_does_not_have_is_refused(
     assert "unexpected keyword argument 'epsilon'" in message
 
 
+def test_overrides_context_and_optimizer_are_refused_together(refusal: Refusal) -> None:
+    flags = (
+        "--override.imports nope.f other.g --training.max_context_length 1048576 "
+        "--training.num_tokens_per_microbatch_per_dp_rank 1048576 "
+        f"{OPTIMIZER}optimizer-name Foo"
+    )
+    first, second, context, optimizer = refusal(flags)
+    assert "'nope.f'" in first and "'other.g'" in second
+    assert "max_context_length is 1048576" in context
+    assert "Optimizer Foo" in optimizer
+
+
 def test_tensorboard_files_without_its_package_are_refused(
     config: Trainer.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +335,13 @@ def test_a_count_that_is_none_is_refused_with_the_rest(
 def test_simulated_ranks_need_their_number(refusal: Refusal) -> None:
     [message] = refusal("--comm.mode fake_backend")
     assert "NGPU is not set" in message
+
+
+def test_a_simulated_rank_is_one_of_them(monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("RANK", "2")
+    [message] = refusal("--comm.mode fake_backend")
+    assert "RANK='2' is none of the 2 ranks" in message
 
 
 def test_data_is_read_by_one_rank_of_a_machine(
