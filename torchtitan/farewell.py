@@ -79,13 +79,17 @@ def split_at_subcommand(
     return list(arguments), []
 
 
-def last_line(newest: str | None, export: str | None, *, command: str) -> str:
+def last_line(
+    newest: str | None, export: str | None, *, command: str, has_seed: bool = False
+) -> str:
     """What a run says last.
 
-    ``newest`` is the checkpoint that a restart takes, ``export`` one of weights alone that is newer.
+    ``newest`` is the full checkpoint that a restart takes, ``export`` one of weights alone that is newer.
+    ``has_seed``: this run made a seed checkpoint, from which a restart begins where there is no full one.
     """
-    if newest is None and export is not None and os.path.basename(export) == "step-0":
-        newest, export = export, None  # A seed holds weights alone, and is there to begin from.
+    is_seed = export is not None and os.path.basename(export) == "step-0"
+    if newest is None and (has_seed or is_seed):
+        return f"To begin from the seed checkpoint: {command}"
     if newest is None and export is None:
         return "No checkpoint was saved."
     if newest is None:

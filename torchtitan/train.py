@@ -66,7 +66,7 @@ def run(config: Trainer.Config) -> None:
     except BaseException as error:
         _close_after(error, trainer)
         raise
-    last_line = _last_line(trainer)
+    last_line = _last_line(trainer, has_seed=config.checkpoint.create_seed_checkpoint)
     trainer.peers.close()
     with sl.log_trace_span("torch_distributed_teardown"):
         dist.destroy_process_group()
@@ -98,7 +98,7 @@ def _say(line: str | None) -> None:
         logger.info(line)
 
 
-def _last_line(trainer: Trainer) -> str | None:
+def _last_line(trainer: Trainer, *, has_seed: bool = False) -> str | None:
     checkpointer = trainer.checkpointer
     if not checkpointer.enable or dist.get_rank() != 0:
         return None
@@ -113,7 +113,7 @@ def _last_line(trainer: Trainer) -> str | None:
         [field.name for field in dataclasses.fields(trainer.config)],
         2 * steps if trainer.step >= steps else None,
     )
-    return farewell.last_line(newest, export, command=command)
+    return farewell.last_line(newest, export, command=command, has_seed=has_seed)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,9 @@ def test_runs_in_other_layouts_begin_from_a_seed_checkpoint(tmp_path: Path, cach
     (made,) = main_on_ranks(1, [*arguments, *seed], cache=cache)
     assert made.how == "returned", made
     assert "Created seed checkpoint" in made.log
+    last_line = Story(made.log).last_line()
+    assert "To begin from the seed checkpoint: torchrun ... -m torchtitan.train" in last_line
+    assert "--training.steps" in last_line and "create_seed_checkpoint" not in last_line
     assert complete_steps(tmp_path) == [0]
     ends = main_on_ranks(2, arguments, cache=cache)
     assert [end.how for end in ends] == ["returned"] * 2, ends

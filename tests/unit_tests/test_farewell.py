@@ -101,9 +101,12 @@ def test_with_an_export_alone_no_command_is_offered_that_would_be_refused() -> N
     assert "--checkpoint.no-last-save-model-only" in line
 
 
-def test_a_seed_is_there_to_begin_from() -> None:
-    line = last_line(None, "/run/checkpoint/step-0", command="run")
-    assert line == "Newest checkpoint: /run/checkpoint/step-0. To go on from it: run"
+def test_a_seed_is_there_to_begin_from_until_there_is_more() -> None:
+    expected = "To begin from the seed checkpoint: run"
+    assert last_line(None, None, command="run", has_seed=True) == expected
+    assert last_line(None, "/run/checkpoint/step-0", command="run") == expected
+    line = last_line("/run/checkpoint/step-8", None, command="run", has_seed=True)
+    assert line.startswith("Newest checkpoint: /run/checkpoint/step-8.")
 
 
 def test_without_any_checkpoint_it_says_so() -> None:
