@@ -131,7 +131,9 @@ def without_effect(config: Trainer.Config) -> Iterator[str]:
             "--validator.enable."
         )
     export, usual = checkpoint.export_dtype, _default(checkpoint, "export_dtype")
-    if export != usual and not checkpoint.last_save_model_only:
+    # Runs that only load may share the flags of the one that saves.
+    saves = checkpoint.enable and not checkpoint.load_only
+    if saves and export != usual and not checkpoint.last_save_model_only:
         yield (
             f"--checkpoint.export_dtype {export} has no effect, because the last save is a full "
             "checkpoint in the dtypes of the run; add --checkpoint.last_save_model_only."

@@ -29,11 +29,6 @@ def checkpoint_problems(config: Trainer.Config, world_size: int | None) -> Itera
     if not checkpoint.enable:
         yield from _idle_settings(config)
         return
-    if checkpoint.load_only and checkpoint.enable_first_step_checkpoint:
-        yield (
-            "--checkpoint.load_only never saves, but --checkpoint.enable_first_step_checkpoint asks "
-            "for a save; leave one of them out."
-        )
     if not isinstance(checkpoint, CheckpointManager.Config):
         return
     if unknown := sorted(set(checkpoint.exclude_from_loading) - _STATE_KEYS - {MODEL}):
@@ -65,13 +60,11 @@ def _seed_problems(config: Trainer.Config, world_size: int | None) -> Iterator[s
 
 
 def _idle_settings(config: Trainer.Config) -> Iterator[str]:
+    # Only what asks for a certain checkpoint: the rest of the section may wait to be switched on.
     checkpoint = config.checkpoint
     flags = {
         f"load_step {checkpoint.load_step}": checkpoint.load_step != -1,
         f"initial_load_path {checkpoint.initial_load_path}": bool(checkpoint.initial_load_path),
-        "load_only": checkpoint.load_only,
-        "enable_first_step_checkpoint": checkpoint.enable_first_step_checkpoint,
-        "exclude_from_loading": bool(checkpoint.exclude_from_loading),
     }
     for flag, is_set in flags.items():
         if is_set:

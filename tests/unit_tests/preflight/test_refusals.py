@@ -15,7 +15,7 @@ from torchtitan.config import override
 from torchtitan.config.override import _registry
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common import RMSNorm
-from torchtitan.preflight import num_ranks, problems
+from torchtitan.preflight import num_ranks, parse_or_exit, problems
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
@@ -84,12 +84,8 @@ REFUSED: list[tuple[str, list[str]]] = [
         ["create_seed_checkpoint saves", "contradicts --checkpoint.load_only;"],
     ),
     (
-        "--checkpoint.load_only --checkpoint.enable_first_step_checkpoint",
-        ["--checkpoint.load_only never saves", "enable_first_step_checkpoint"],
-    ),
-    (
-        "--checkpoint.no-enable --checkpoint.load_only",
-        ["--checkpoint.load_only has no effect", "--checkpoint.enable"],
+        "--checkpoint.no-enable --checkpoint.load_step 3",
+        ["--checkpoint.load_step 3 has no effect", "--checkpoint.enable"],
     ),
     (
         "--checkpoint.no-enable --checkpoint.initial_load_path /some/step-1",
@@ -355,3 +351,17 @@ def test_data_is_read_by_one_rank_of_a_machine(
     assert problems(config, 2) == []
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert len(problems(config, 2)) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--checkpoint.load_only --checkpoint.enable_first_step_checkpoint",
+        "--checkpoint.load_only --checkpoint.export_dtype bfloat16",
+        "--checkpoint.no-enable --checkpoint.load_only --checkpoint.export_dtype bfloat16",
+        "--checkpoint.no-enable --checkpoint.enable_first_step_checkpoint",
+    ],
+)
+def test_settings_that_wait_to_count_are_accepted(flags: str, tmp_path: Path) -> None:
+    args = ["--module", "llama3", "--config", "llama3_jargon", f"--dump_folder={tmp_path}"]
+    parse_or_exit([*args, *flags.split()])
