@@ -11,10 +11,10 @@ step starts from.
 
 import dataclasses
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -161,13 +161,13 @@ class Trainer(TrainStep, Stateful, Configurable):
 
         def maybe_log(self) -> None:
             """Print the config and keep a copy, as far as the debug section asks for it."""
+            text = json.dumps(self.to_dict(), indent=2)
             if self.debug.print_config:
-                logger.info(f"Config: {json.dumps(self.to_dict(), indent=2)}")
+                logger.info(f"Config: {text}")
             if self.debug.save_config_file and dist.get_rank() == 0:
-                os.makedirs(self.dump_folder, exist_ok=True)
-                path = os.path.join(self.dump_folder, self.debug.save_config_file)
-                with open(path, "w") as file:
-                    json.dump(self.to_dict(), file, indent=2)
+                path = Path(self.dump_folder, self.debug.save_config_file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
                 logger.info(f"Wrote the config to {path}")
 
     def __init__(self, config: Config) -> None:
@@ -322,6 +322,13 @@ class Trainer(TrainStep, Stateful, Configurable):
     def _train(self) -> None:
         config = self.config
         sl.log_trace_instant("training_start")
+        steps = config.training.steps
+        if config.checkpoint.load_step == -1 and self.checkpointer.is_finished(steps):
+            # Its last save holds only weights: going back to a full one would train its end again.
+            logger.info(
+                f"The weights after step {steps} or later are saved already; nothing to do."
+            )
+            return
         self.checkpointer.load(step=config.checkpoint.load_step)
         loaded_step = self.metrics_processor.start_step = self.step
         if loaded_step:

@@ -120,7 +120,14 @@ def test_valid_tokens_are_counted_over_all_microbatches() -> None:
     assert [kwargs["global_valid_tokens"].item() for kwargs in seen] == [3, 3]
 
 
-def loop(steps: int, *, data_ends_after: int = 99, loaded: int = 0, interval: int = 2) -> list[Any]:
+def loop(
+    steps: int,
+    *,
+    data_ends_after: int = 99,
+    loaded: int = 0,
+    interval: int = 2,
+    is_exported: bool = False,
+) -> list[Any]:
     """The calls that ``train`` makes on its parts, in order."""
     calls: list[Any] = []
     trainer: Any = object.__new__(Trainer)
@@ -155,7 +162,9 @@ def loop(steps: int, *, data_ends_after: int = 99, loaded: int = 0, interval: in
         calls.append(("step", trainer.step))
 
     trainer.train_step = train_step
-    trainer.checkpointer = SimpleNamespace(load=load, save=save)
+    trainer.checkpointer = SimpleNamespace(
+        load=load, save=save, is_finished=lambda last_step: is_exported
+    )
     trainer.validator = SimpleNamespace(
         should_validate=lambda step: step == 2,
         validate=lambda parts, step: calls.append(("validate", step)),
@@ -180,6 +189,10 @@ def test_a_resumed_run_goes_on_with_the_next_step() -> None:
 
 def test_a_finished_run_does_nothing() -> None:
     assert loop(3, loaded=3) == loop(3, loaded=5) == []
+
+
+def test_a_run_whose_weights_were_exported_loads_and_trains_nothing() -> None:
+    assert loop(3, loaded=2, is_exported=True) == []
 
 
 def test_when_the_data_ends_the_step_before_is_saved_and_the_broken_one_is_not() -> None:

@@ -1,6 +1,7 @@
 """Whether checkpoints can be written where they should, and what a run is to begin from exists."""
 
 import os
+import re
 from collections.abc import Iterator
 
 from torchtitan.components.checkpointer import (
@@ -19,6 +20,7 @@ from torchtitan.tools import filesystem
 from torchtitan.trainer import Trainer
 
 _STATE_KEYS = frozenset({OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE})
+_RESTARTS = re.compile(r"(?:^|\s)--max[-_]restarts(?:=|\s+)(\S+)")
 
 
 def checkpoint_problems(config: Trainer.Config, world_size: int | None) -> Iterator[str]:
@@ -36,6 +38,7 @@ def checkpoint_problems(config: Trainer.Config, world_size: int | None) -> Itera
             f"--checkpoint.exclude_from_loading names {', '.join(unknown)}; it takes names out of "
             f"{', '.join(sorted(_STATE_KEYS))}."
         )
+    yield from _restart_problems(config)
     yield from _disk_problems(config)
 
 
@@ -57,6 +60,33 @@ def _seed_problems(config: Trainer.Config, world_size: int | None) -> Iterator[s
             "--checkpoint.create_seed_checkpoint saves freshly initialised weights and loads "
             f"nothing, which contradicts {', '.join(contrary)}; leave one side out."
         )
+
+
+def _restart_problems(config: Trainer.Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.load_only or config.comm.mode != "default":
+        return  # nothing is saved that a restart could put aside
+    flags = []
+    if checkpoint.load_step >= 0:
+        flags.append(f"--checkpoint.load_step {checkpoint.load_step}")
+    if checkpoint.exclude_from_loading:
+        flags.append(
+            f"--checkpoint.exclude_from_loading {' '.join(sorted(checkpoint.exclude_from_loading))}"
+        )
+    num_restarts = _max_restarts()
+    if flags and num_restarts > 0:
+        yield (
+            f"{' and '.join(flags)} with --max-restarts {num_restarts}: each restart would go back "
+            "again; start once without --max-restarts, then leave the flag out."
+        )
+
+
+def _max_restarts() -> int:
+    """How often torchrun starts failed ranks again; 0 without torchrun."""
+    # On the ranks torchrun says it; before they start, the options that run_train.sh gives to it do.
+    options = os.environ.get("TORCHRUN_ARGS", "")
+    said = os.environ.get("TORCHELASTIC_MAX_RESTARTS") or ([""] + _RESTARTS.findall(options))[-1]
+    return int(said) if said.isdecimal() else 0
 
 
 def _idle_settings(config: Trainer.Config) -> Iterator[str]:
@@ -104,7 +134,10 @@ def _source_problems(config: Trainer.Config, folder: str) -> Iterator[str]:
     )
     storage = DcpStorage()
     try:
-        find_source(request, own_folder(folder, storage, _STATE_KEYS), storage)
+        own = own_folder(folder, storage, _STATE_KEYS)
+        if checkpoint.load_step == -1 and own.export_step() >= config.training.steps:
+            return  # a finished run, which loads nothing
+        find_source(request, own, storage)
     except (CheckpointError, ValueError) as error:
         yield str(error)
     except OSError as error:

@@ -7,6 +7,7 @@ holds the changed name: on Linux the name of a file becomes durable with its dir
 
 import os
 import shutil
+import stat
 from typing import Any
 
 
@@ -36,19 +37,28 @@ def exists(path: str) -> bool:
 
 
 def isdir(path: str) -> bool:
-    """Whether ``path`` is a directory."""
+    """Whether ``path`` is a directory. Raises OSError when that cannot be told."""
     if is_remote(path):
         fs, inner = _resolve(path)
         return fs.isdir(inner)
-    return os.path.isdir(path)
+    return stat.S_ISDIR(_mode(path))
 
 
 def isfile(path: str) -> bool:
-    """Whether ``path`` is a file."""
+    """Whether ``path`` is a file. Raises OSError when that cannot be told."""
     if is_remote(path):
         fs, inner = _resolve(path)
         return fs.isfile(inner)
-    return os.path.isfile(path)
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: str) -> int:
+    # Not os.path.isfile, which takes every error for "not there": what cannot be looked at for a
+    # moment (a stale network mount, a lost permission) would then pass for a checkpoint that died.
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def listdir(path: str) -> list[str]:

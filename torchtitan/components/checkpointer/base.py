@@ -235,9 +235,14 @@ class BaseCheckpointManager(Configurable, ABC):
 
     def exported_checkpoint(self) -> str | None:
         """Path of the newest complete checkpoint if it holds only weights, else None."""
-        newest = self._find_load_step() if self.enable else -1
-        path = self._create_checkpoint_id(newest) if newest != -1 else ""
-        return path if path and self._kind_of(path) is Kind.MODEL_ONLY else None
+        step = self._own_folder().export_step() if self.enable else -1
+        return None if step == -1 else self._create_checkpoint_id(step)
+
+    def is_finished(self, last_step: int) -> bool:
+        """Whether the export of a run of ``last_step`` steps is there already. Collective."""
+        if not self.enable:
+            return False
+        return rank_zero_decides(lambda: self._own_folder().export_step() >= last_step)
 
     @abstractmethod
     def _load(self, step: int) -> bool: ...

@@ -32,6 +32,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
 )
 from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.components.checkpointer.source import require_step
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     DATALOADER,
@@ -41,6 +42,7 @@ from torchtitan.components.checkpointer.state import (
     ModelWrapper,
     OPTIMIZER,
     require_known,
+    TRAIN_STATE,
 )
 from torchtitan.config.violations import reject
 from torchtitan.distributed.utils import patience
@@ -239,7 +241,13 @@ class CheckpointManager(BaseCheckpointManager):
         if not self._should_save(curr_step, last_step):
             return False
         sl.add_step_tag("checkpoint_save")
-        self.maybe_wait_for_saving()
+        earlier_failure: CheckpointSaveError | None = None
+        try:
+            self.maybe_wait_for_saving()
+        except CheckpointSaveError as error:
+            if not last_step:
+                raise
+            earlier_failure = error  # the last chance to keep the work comes first
         checkpoint_id = self._create_checkpoint_id(curr_step)
         mode = AsyncMode.DISABLED if last_step else self.async_mode
         self._report = SaveReport(
@@ -262,6 +270,8 @@ class CheckpointManager(BaseCheckpointManager):
             raise _save_error(curr_step, checkpoint_id, error) from error
         if self.save_future is None:
             self._report.completed_now()
+        if earlier_failure is not None:
+            raise earlier_failure
         return True
 
     def _dispatch(self, checkpoint_id: str) -> None:
@@ -319,6 +329,8 @@ class CheckpointManager(BaseCheckpointManager):
                 f"Could not read the checkpoint {source.path}: {cause_of(error)}. If it is damaged, move it "
                 "away and start again to resume from the one before it."
             ) from error
+        if TRAIN_STATE not in self.exclude_from_loading:
+            require_step(source, self.states.get(TRAIN_STATE))
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded the checkpoint in {time.monotonic() - started_at:.2f} s.")
         return True

@@ -40,9 +40,17 @@ def read_index(checkpoint_id: str) -> Metadata:
 
     Raises:
         CheckpointReadError: it is not there or not what DCP writes.
+        OSError: the disk does not let it be read now, which says nothing about the checkpoint.
     """
     try:
         index = FileSystemReader(checkpoint_id).read_metadata()
+    except OSError as error:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise
+        raise CheckpointReadError(
+            f"There is no index {checkpoint_id}/{MARKER}. The path must be one checkpoint, a step-N "
+            "directory."
+        ) from error
     except Exception as error:
         # Damaged pickles raise whatever their bytes happen to spell: KeyError, ImportError, ...
         raise CheckpointReadError(

@@ -87,6 +87,15 @@ class OwnFolder:
     kind_of: Callable[[str], Kind]
     """Looks into one of them; costs a read of its index, so newest first and no more than needed."""
 
+    def export_step(self) -> int:
+        """The newest step if it holds only weights, as the last save of a run may; else -1.
+
+        Step 0 does not count: it is a seed, whatever it holds.
+        """
+        newest = max(self.step_paths, default=-1)
+        is_export = newest > 0 and self.kind_of(self.step_paths[newest]) is Kind.MODEL_ONLY
+        return newest if is_export else -1
+
     def newest_full(self) -> tuple[int | None, list[int]]:
         """The newest full step, and the steps above it whose index cannot be read.
 

@@ -11,9 +11,15 @@ Rank 0 asks ``choose_source`` and every rank follows the answer.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
-from torchtitan.components.checkpointer.errors import CheckpointNotFoundError
+from torchtitan.components.checkpointer.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
 from torchtitan.components.checkpointer.storage import CheckpointStorage
 
 
@@ -146,3 +152,22 @@ def _initial(request: Request) -> Source | None:
 
 def _listed(steps: Iterable[int]) -> str:
     return str(sorted(steps) or "none")
+
+
+def require_step(source: Source, train_state: Any) -> None:
+    """Check that ``train_state``, just loaded from ``source``, is of the step in its name.
+
+    A directory that was copied or renamed would otherwise be resumed from again and again, ahead
+    of everything the run saves.
+
+    Raises:
+        CheckpointMismatchError: it is of another step.
+    """
+    if not source.step or not isinstance(train_state, Stateful):
+        return
+    saved = train_state.state_dict().get("step", source.step)
+    if saved != source.step:
+        raise CheckpointMismatchError(
+            f"{source.path} holds the checkpoint of step {saved}, not of step {source.step}; rename "
+            "the directory to what it holds, or move it away."
+        )

@@ -5,6 +5,7 @@ A protocol of four questions is all that discovery and retention need, so a test
 from memory and another backend from its own storage.
 """
 
+import os
 from typing import Protocol, runtime_checkable
 
 from torchtitan.tools import filesystem
@@ -62,6 +63,10 @@ class FilesystemStorage:
         return filesystem.listdir(path)
 
     def remove(self, path: str) -> None:
+        if os.path.islink(path):
+            # What it leads to lies in another folder and belongs to somebody else.
+            filesystem.remove_file(path)
+            return
         for marker in self.markers:
             filesystem.remove_file(f"{path}/{marker}")
         filesystem.rmtree(path)
@@ -72,6 +77,11 @@ class FilesystemStorage:
     def move(self, source: str, target: str) -> None:
         # Atomic on local disks; an object store copies and deletes.
         filesystem.makedirs(target.rpartition("/")[0])
+        if os.path.islink(source):
+            # A relative link would lead nowhere from its new place.
+            os.symlink(os.path.realpath(source), target)
+            filesystem.remove_file(source)
+            return
         filesystem.rename(source, target)
 
     def size_bytes(self, path: str) -> int:

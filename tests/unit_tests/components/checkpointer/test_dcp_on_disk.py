@@ -1,6 +1,7 @@
 """Real checkpoints of one rank: what lies in them, and that a run gets back every bit."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +296,50 @@ def test_each_save_is_one_line_with_its_size_and_time(
     assert all("MiB in" in line and str(tmp_path) in line for line in lines)
     assert ["training waited" in line for line in lines] == [True, True, False]
     assert run.manager.newest_checkpoint() == str(tmp_path / "checkpoint/step-3")
+
+
+class Steps:
+    """The trainer's own state."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.step = state_dict["step"]
+
+
+def test_a_copied_directory_is_refused_for_the_step_in_its_name(tmp_path: Path) -> None:
+    run = build_run(tmp_path, **FULL)
+    run.manager.states["train_state"] = Steps(2)
+    run.train(2, last_step=2)
+    run.manager.close()
+    shutil.copytree(tmp_path / "checkpoint/step-2", tmp_path / "checkpoint/step-60")
+    again = build_run(tmp_path)
+    again.manager.states["train_state"] = Steps(0)
+    with pytest.raises(CheckpointMismatchError, match="step 2, not of step 60"):
+        again.manager.load()
+    again.manager.close()
+
+
+def test_the_last_save_is_made_although_the_one_before_failed(tmp_path: Path) -> None:
+    run = build_run(tmp_path, async_mode="async", **FULL)
+    blocked = tmp_path / "checkpoint" / "step-2"
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    blocked.write_bytes(b"in the way")
+    with pytest.raises(CheckpointSaveError, match="step 2 to"):
+        run.train(3, last_step=3)
+    run.manager.close()
+    assert run.manager.newest_checkpoint() == str(tmp_path / "checkpoint/step-3")
+
+
+def test_a_run_is_finished_once_its_export_is_there(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    run.train(2)
+    assert not run.manager.is_finished(2), "a full checkpoint can be trained on from"
+    run.train(3, last_step=3)
+    run.manager.close()
+    assert run.manager.is_finished(3) and not run.manager.is_finished(4)

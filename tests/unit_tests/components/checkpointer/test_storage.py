@@ -1,11 +1,21 @@
 """Deleting a checkpoint: what makes it complete goes first, so that half of one never counts."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchtitan.components.checkpointer.dcp_index import DcpStorage, HF_MARKER, is_complete, MARKER
+from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.components.checkpointer.dcp_index import (
+    DcpStorage,
+    HF_MARKER,
+    is_complete,
+    kind_of,
+    MARKER,
+)
+from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.storage import FilesystemStorage
 from torchtitan.tools import filesystem
 
@@ -61,3 +71,54 @@ def test_what_cannot_be_deleted_completely_is_an_error(
     monkeypatch.setattr(filesystem, "rmtree", lambda path: None)
     with pytest.raises(OSError, match="could not be deleted completely"):
         FilesystemStorage().remove(str(path))
+
+
+def test_deleting_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    target = checkpoint(tmp_path / "other", MARKER)
+    link = tmp_path / "step-9"
+    link.symlink_to(target)
+    DcpStorage().remove(str(link))
+    assert not link.is_symlink() and is_complete(DcpStorage(), str(target))
+
+
+def test_a_relative_link_that_is_moved_leads_to_the_same_place(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, MARKER)
+    link = tmp_path / "step-9"
+    link.symlink_to("step-10")
+    moved = tmp_path / "superseded" / "step-9"
+    DcpStorage().move(str(link), str(moved))
+    assert not link.is_symlink()
+    assert moved.resolve() == target.resolve() and is_complete(DcpStorage(), str(moved))
+
+
+def test_what_cannot_be_looked_at_is_an_error_and_never_a_save_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path, MARKER)
+    real = os.stat
+
+    def stale(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(name).endswith(MARKER):
+            raise OSError(errno.ESTALE, "Stale file handle", str(name))
+        return real(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        with pytest.raises(OSError, match="Stale file handle"):
+            is_complete(DcpStorage(), str(path))
+    assert is_complete(DcpStorage(), str(path))
+
+
+def test_an_index_the_disk_does_not_give_now_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path, MARKER)
+    assert kind_of(DcpStorage(), str(path), {"optimizer"}) is Kind.UNREADABLE
+
+    def denied(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", denied)
+    with pytest.raises(PermissionError):
+        kind_of(DcpStorage(), str(path), {"optimizer"})
