@@ -9,7 +9,7 @@ size, context length or ranks. The one fact to know: configs here only describe;
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,13 +74,15 @@ class SingleDatasetConfig(DatasetConfig):
         )
         processor: SampleProcessor = self.processor.build(context=context)
         root = cache_root(context.cache_dir)
+        # Before the digest: the tokens of a later content must not get the name of this one.
+        refuse_changes = source.watch()
         corpus = _digest(source.digest(root), self.processor.describe())
         tokenizer = context.tokenizer.fingerprint()
         store = open_or_build(
             root,
             key=_digest(corpus, tokenizer),
             dtype=_smallest_dtype(context.tokenizer.get_vocab_size()),
-            documents=lambda: _tokenize(source, processor),
+            documents=lambda: _tokenize(source, processor, refuse_changes),
         )
         return TokenizedCorpus(store, corpus, tokenizer)
 
@@ -122,7 +124,9 @@ def _smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-def _tokenize(source: RandomAccessDataSource, processor: SampleProcessor) -> Iterator[np.ndarray]:
+def _tokenize(
+    source: RandomAccessDataSource, processor: SampleProcessor, refuse_changes: Callable[[], None]
+) -> Iterator[np.ndarray]:
     """The tokens of every document that has at least two, with a progress bar."""
     num_read = num_kept = 0
     vocab_size = processor.context.tokenizer.get_vocab_size()
@@ -136,6 +140,7 @@ def _tokenize(source: RandomAccessDataSource, processor: SampleProcessor) -> Ite
                     yield tokens
             num_read += len(chunk)
             bar.update(sum(record.size_bytes for record in chunk))
+    refuse_changes()
     if num_kept == 0:
         raise ValueError(_nothing_found())
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -33,6 +33,32 @@ def digest_files(files: Sequence[tuple[str, Path]], cache_folder: Path) -> str:
     for kind, path in files:
         corpus.update(f"{kind}:{digests[path]}\n".encode())
     return corpus.hexdigest()[:32]
+
+
+def watch_files(paths: Sequence[Path]) -> Callable[[], None]:
+    """Note how ``paths`` are now; what is returned raises ValueError if they are not so any more.
+
+    Looks at size, time of change and inode, not at the content.
+    """
+    before = {path: _content_identity(path) for path in paths}
+
+    def refuse_changes() -> None:
+        changed = sorted(str(path) for path in paths if _content_identity(path) != before[path])
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} changed while it was read; start again when it is complete."
+            )
+
+    return refuse_changes
+
+
+def _content_identity(path: Path) -> tuple[int, int, int] | None:
+    # Without the time of the last change of the inode, which a new link or owner moves as well.
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_ino, found.st_mtime_ns
 
 
 def _read_missing(paths: Sequence[Path], notes: Path) -> dict[Path, str]:

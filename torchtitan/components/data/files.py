@@ -192,7 +192,7 @@ def _read_tail(file: BinaryIO, size_bytes: int) -> list[bytes]:
 def _parse(line: bytes, location: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # The latter: thousands of open brackets.
         raise SampleError(f"{location}: not JSON ({error}). Correct or remove the line.") from error
     if not isinstance(fields, dict):
         raise SampleError(

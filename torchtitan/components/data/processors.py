@@ -153,4 +153,12 @@ def _text_of(record: Record, field: str) -> str:
             f"{record.location}: field {field!r} holds a {type(text).__name__}, not text. Correct "
             "the document or name another field: --dataloader.text_field, with --dataloader.files."
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # JSON can spell it as an escape, but it is no character, and tokenizers take only text.
+        raise SampleError(
+            f"{record.location}: field {field!r} holds {ascii(text[error.start])}, half of a surrogate "
+            f"pair, at character {error.start}, so it is not text. Correct or remove the document."
+        ) from error
     return text

@@ -9,14 +9,14 @@ that name them are spelt.
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.data.digests import digest_files
+from torchtitan.components.data.digests import digest_files, watch_files
 from torchtitan.components.data.files import (
     DocumentFile,
     expand_patterns,
@@ -60,6 +60,10 @@ class RandomAccessDataSource(Configurable, ABC):
     def digest(self, cache_folder: Path) -> str:
         """A digest of the documents and their order; may keep notes in ``cache_folder``."""
 
+    def watch(self) -> Callable[[], None]:
+        """A check to call later: raises ValueError if the documents have changed since ``watch``."""
+        return lambda: None
+
     @abstractmethod
     def size_bytes(self) -> int:
         """What the records' ``size_bytes`` add up to, for the progress bar."""
@@ -93,6 +97,9 @@ class _FileSource(RandomAccessDataSource):
     def digest(self, cache_folder: Path) -> str:
         kinds = [(type(file).__name__, file.path) for file in self.files]
         return digest_files(kinds, cache_folder)
+
+    def watch(self) -> Callable[[], None]:
+        return watch_files([file.path for file in self.files])
 
     def size_bytes(self) -> int:
         return sum(file.path.stat().st_size for file in self.files)

@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.data import (
     GrainDataLoader,
     IndexedJsonlSource,
+    LocalFilesSource,
     SingleDatasetConfig,
     TextSequence,
 )
@@ -276,6 +277,28 @@ def test_ids_beyond_the_vocabulary_are_refused(
     monkeypatch.setattr(tokenizer, "_vocab_size", 300)
     with pytest.raises(ValueError, match="says that its vocabulary has 300 entries"):
         make_loader(cache_dir=str(tmp_path))
+
+
+def test_a_file_that_grows_after_its_digest_leaves_no_cache(
+    make_loader: MakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "growing.jsonl"
+    file.write_text('{"text": "a few words to fill the row with tokens"}\n' * 9)
+    digest_of = LocalFilesSource.digest
+
+    def digest(source: LocalFilesSource, cache_folder: Path) -> str:
+        found = digest_of(source, cache_folder)
+        with file.open("a") as grown:
+            grown.write('{"text": "more words"}\n')
+        return found
+
+    monkeypatch.setattr(LocalFilesSource, "digest", digest)
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"growing\.jsonl changed while it was read; start again"):
+        make_loader(files=str(file), cache_dir=str(cache))
+    assert not list(cache.glob("tokens/*/header.json"))
+    monkeypatch.undo()
+    make_loader(files=str(file), cache_dir=str(cache))
 
 
 def test_documents_that_are_not_packed_are_refused(

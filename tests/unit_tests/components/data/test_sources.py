@@ -86,6 +86,7 @@ def test_a_name_with_glob_characters_is_found_by_its_name(tmp_path: Path) -> Non
         ("[1, 2]", "a JSON list, not an object"),
         ('"text"', "a JSON str, not an object"),
         ("\udcff", "not JSON"),
+        ("[" * 200_000, "not JSON"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(folder: Path, line: str, reason: str) -> None:
@@ -96,7 +97,9 @@ def test_a_broken_line_is_named_by_file_and_number(folder: Path, line: str, reas
         texts(jsonl(file))
     with pytest.raises(SampleError) as picked:
         jsonl(file)[1]
+    (probed,) = [found for found in JsonlFile(file).probe(None) if isinstance(found, SampleError)]
     assert str(scanned.value).startswith(where)
+    assert str(probed).startswith(where)
     assert str(picked.value).startswith(where)
 
 
@@ -174,6 +177,19 @@ def test_a_settled_file_is_read_once_and_a_changed_one_again(
 def test_a_file_changed_a_moment_ago_is_not_noted(folder: Path) -> None:
     jsonl(folder / "a.jsonl").digest(folder / "cache")
     assert not list((folder / "cache/digests").glob("*.json"))
+
+
+def test_a_file_that_changes_or_goes_while_it_is_read_is_named(folder: Path) -> None:
+    refuse_changes = jsonl(folder / "*.jsonl").watch()
+    refuse_changes()
+    with (folder / "b.jsonl").open("a") as file:
+        file.write('{"text": "b1"}\n')
+    reason = "changed while it was read; start again when it is complete"
+    with pytest.raises(ValueError, match=rf"^{folder}/b\.jsonl {reason}"):
+        refuse_changes()
+    (folder / "a.jsonl").unlink()
+    with pytest.raises(ValueError, match=rf"^{folder}/a\.jsonl, {folder}/b\.jsonl {reason}"):
+        refuse_changes()
 
 
 def test_a_cache_folder_that_cannot_be_made_costs_no_digest(folder: Path) -> None:
