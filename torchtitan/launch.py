@@ -44,8 +44,8 @@ class LauncherSignals(StopSignals):
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    # What torchrun handles itself; SIGINT and SIGTERM are handled here.
-    sys.argv.insert(1, "--signals-to-handle=SIGHUP,SIGQUIT")
+    # What torchrun handles itself, ignored or not; the others are handled here.
+    sys.argv.insert(1, "--signals-to-handle=SIGQUIT")
     with LauncherSignals():
         try:
             torchrun.main()

@@ -3,6 +3,7 @@
 The ranks here only wait, so that a start costs a second or two; test_interruptions.py has real ones.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -36,16 +37,17 @@ HINT = "Press Ctrl-C again to end at once; the save in flight is then lost."
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def launch(task: str, folder: Path) -> Launched:
+def launch(task: str, folder: Path, *prefix: str) -> Launched:
     script = folder / "rank.py"
     script.write_text(RANK)
     command = [sys.executable, "-m", "torchtitan.launch", "--nproc_per_node=1", "--tee=3"]
     rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    return Launched([*command, *rendezvous, script, task, folder], cwd=ROOT, env=ENVIRONMENT)
+    whole = [*prefix, *command, *rendezvous, script, task, folder]
+    return Launched(whole, cwd=ROOT, env=ENVIRONMENT)
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_close_in_peace_however_often_sigterm_is_repeated(
     tmp_path: Path, first: signal.Signals
 ) -> None:
@@ -54,7 +56,7 @@ def test_ranks_close_in_peace_however_often_sigterm_is_repeated(
         run.signal_group(first)
         run.until(f"closing after {first.name}")
         run.signal(signal.SIGTERM)
-        if first == signal.SIGTERM:
+        if first != signal.SIGINT:
             # The first one of its kind. What it prints tells that the signal before it was seen.
             run.signal(signal.SIGINT)
             run.until(HINT)
@@ -63,6 +65,21 @@ def test_ranks_close_in_peace_however_often_sigterm_is_repeated(
         run.wait_until_all_are_gone()
     assert "closed" in run.output and HINT in run.output
     assert "Traceback" not in run.output
+
+
+@pytest.mark.torchrun
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    with launch("close", tmp_path, "nohup") as run:
+        run.until("ready")
+        for process in run.processes():
+            os.kill(process, signal.SIGHUP)
+        run.signal(signal.SIGTERM)
+        # The first signal that anyone saw: an earlier one would give the exit code.
+        run.until("closing after SIGTERM")
+        assert run.finish() == 128 + signal.SIGTERM, run.output
+        run.wait_until_all_are_gone()
+    assert "SIGHUP" not in run.output
 
 
 @pytest.mark.torchrun

@@ -1,13 +1,14 @@
-"""Turn Ctrl-C, SIGTERM and the death of the launcher into one orderly end.
+"""Turn Ctrl-C, SIGTERM, SIGHUP and the death of the launcher into one orderly end.
 
 A launcher passes the signal on although the terminal has already delivered it to every process,
 and schedulers repeat theirs. Only the first one interrupts the program; while it closes, further
 ones must not tear the save in flight. Only a person who presses Ctrl-C again means it.
 
-    first SIGINT or SIGTERM -> StopRequested in the main thread -> close -> exit code 128 + signal
-    SIGINT, 2 s after one   -> exit code 130 at once, nothing is closed
-    any other one           -> nothing
-    launcher gone           -> SIGTERM to this process
+    first SIGINT, SIGTERM or SIGHUP -> StopRequested in the main thread -> close -> exit code 128 + signal
+    SIGINT, 2 s after one           -> exit code 130 at once, nothing is closed
+    any other one                   -> nothing
+    SIGHUP ignored, as by nohup     -> stays ignored
+    launcher gone                   -> SIGTERM to this process
 """
 
 import os
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 LAUNCHER_PID = "TORCHTITAN_LAUNCHER_PID"
 """Environment variable with the process id of the launcher that starts the ranks."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One press of Ctrl-C can arrive twice, from the terminal and from a launcher that passes it on.
 _ECHO_SECONDS = 2.0
 
@@ -52,6 +53,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         for number in _SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run is to outlive its terminal
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -31,7 +31,9 @@ subprocess.run([sys.executable, "-c", *sys.argv[1:]], start_new_session=True)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_the_first_signal_interrupts_and_says_with_what_to_exit(
     number: signal.Signals, code: int
 ) -> None:
@@ -41,6 +43,17 @@ def test_the_first_signal_interrupts_and_says_with_what_to_exit(
             signal.raise_signal(number)
         assert signals.received is stop.value
         assert stop.value.exit_code == code
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+        assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_later_signals_do_not_disturb_the_closing() -> None:
