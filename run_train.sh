@@ -105,7 +105,8 @@ else
         --rdzv_endpoint=localhost:0 --local-ranks-filter "$LOG_RANK" --role rank --tee 3
         ${torchrun_extra[@]+"${torchrun_extra[@]}"} -m torchtitan.train "${settings[@]}")
 fi
-preflight=("$python" -m torchtitan.preflight "${settings[@]}")
+# What a scheduler or another launcher set counts ranks of theirs; torchrun sets it anew.
+preflight=(env -u WORLD_SIZE "$python" -m torchtitan.preflight "${settings[@]}")
 
 if [ -n "${TORCHTITAN_DRY_RUN:-}" ]; then
     printf '%q ' "${preflight[@]}" && echo

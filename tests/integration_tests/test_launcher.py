@@ -179,6 +179,12 @@ def test_a_fake_backend_runs_one_step_in_one_process(
     assert {"LOCAL_RANK": "0", "NGPU": "8"}.items() <= environment.items()
 
 
+def test_ranks_that_another_launcher_counted_are_none_of_ours(launch: Launcher) -> None:
+    for call in launch("run_train.sh", WORLD_SIZE="16").calls[:1]:
+        assert call["arguments"][1] == PREFLIGHT
+        assert "WORLD_SIZE" not in call["environment"]
+
+
 def test_refused_settings_end_the_command_before_any_rank_starts(launch: Launcher) -> None:
     outcome = launch("run_train.sh", EXITS=json.dumps({PREFLIGHT: 2}))
     assert outcome.code == 2
