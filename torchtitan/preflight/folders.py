@@ -10,6 +10,7 @@ from torchtitan.trainer import Trainer
 
 def folder_problems(config: Trainer.Config) -> Iterator[str]:
     """Folders and files in which nothing can be written, each under the flag that names it."""
+    yield from _home_problems(config)
     base = config.dump_folder
     if filesystem.is_remote(base):
         return  # refused as such
@@ -30,6 +31,17 @@ def folder_problems(config: Trainer.Config) -> Iterator[str]:
             yield problem
     if config.debug.save_config_file:
         yield from _config_file_problems(base, config.debug.save_config_file)
+
+
+def _home_problems(config: Trainer.Config) -> Iterator[str]:
+    # A shell expands it only at the start of a word, so not in --dump_folder=~/x.
+    paths = {"--dump_folder": config.dump_folder, "--hf_assets_path": config.hf_assets_path}
+    if config.checkpoint.enable:
+        paths["--checkpoint.folder"] = config.checkpoint.folder
+        paths["--checkpoint.initial_load_path"] = config.checkpoint.initial_load_path or ""
+    for flag, path in paths.items():
+        if path.startswith("~"):
+            yield f"{flag} {path} starts with ~, which is not expanded; write the path out."
 
 
 def write_problem(flag: str, folder: str) -> str | None:

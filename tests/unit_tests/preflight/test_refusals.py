@@ -293,6 +293,15 @@ def test_a_tensorboard_folder_that_is_a_file_is_refused(
     assert message.startswith("--metrics.save_tb_folder")
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["dump_folder", "checkpoint.folder", "checkpoint.initial_load_path", "hf_assets_path"],
+)
+def test_a_home_that_the_shell_did_not_write_out_is_refused(flag: str, refusal: Refusal) -> None:
+    reason = "starts with ~, which is not expanded; write the path out."
+    assert f"--{flag} ~/x {reason}" in refusal(f"--{flag}=~/x")
+
+
 def test_a_config_file_needs_a_folder_that_exists(config: Trainer.Config, tmp_path: Path) -> None:
     config.debug.save_config_file = "config.json"
     assert problems(config, 1) == []
