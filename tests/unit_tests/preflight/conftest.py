@@ -7,6 +7,7 @@ from torchtitan.models.llama3.config_registry import llama3_jargon
 from torchtitan.preflight import parse_or_exit
 from torchtitan.trainer import Trainer
 
+RESTARTS = ("TORCHELASTIC_MAX_RESTARTS", "TORCHRUN_ARGS")
 RECIPE = ["--module", "llama3", "--config", "llama3_jargon"]
 
 Refusal = Callable[[str | list[str]], list[str]]
@@ -14,7 +15,7 @@ Refusal = Callable[[str | list[str]], list[str]]
 
 @pytest.fixture(autouse=True)
 def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "NGPU", "NNODES", "RANK", "LOCAL_RANK"):
+    for name in ("WORLD_SIZE", "NGPU", "NNODES", "RANK", "LOCAL_RANK", *RESTARTS):
         monkeypatch.delenv(name, raising=False)
 
 
