@@ -13,6 +13,8 @@ for _name in list(os.environ):
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NGPU", "NNODES", "LOG_RANK", "MODULE", "CONFIG"),
         *("COMM_MODE", "TORCHRUN_ARGS", "TORCHTITAN_COMMAND", "TORCHTITAN_DRY_RUN"),
         "TORCHTITAN_LAUNCHER_PID",
+        # It would hide output that a pipe holds back.
+        "PYTHONUNBUFFERED",
     ) or _name.startswith("TORCHELASTIC_"):
         del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")

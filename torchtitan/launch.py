@@ -8,6 +8,7 @@ Ctrl-C. Everything else, a failed rank above all, is left to torchrun.
     run_train.sh -> launch -> torchrun -> ranks (each follows this process, see tools/signals.py)
 """
 
+import io
 import os
 import signal
 import sys
@@ -44,6 +45,11 @@ class LauncherSignals(StopSignals):
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
+    # torchrun copies what the ranks print to its own output, which a pipe or a file would hold back
+    # by the kilobyte: whoever follows a run through `tee` sees nothing for minutes.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     # What torchrun handles itself, ignored or not; the others are handled here.
     sys.argv.insert(1, "--signals-to-handle=SIGQUIT")
     with LauncherSignals():
