@@ -1,4 +1,4 @@
-"""Build the model of a run: describe, construct without memory, shard, fill.
+"""Build the model of a run and its optimizers: describe, construct without memory, shard, fill.
 
 A model is constructed on the meta device, so that no rank ever holds all of it, then sharded, and
 only then given memory and its first values, which do not depend on the sharding.
@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.config import (
     apply_overrides,
     CompileConfig,
@@ -32,6 +34,8 @@ class RunConfig(Protocol):
     parallelism: ParallelismConfig
     compile: CompileConfig
     override: OverrideConfig
+    optimizer: OptimizersContainer.Config
+    lr_scheduler: LRSchedulersContainer.Config
     activation_checkpoint: Any
     checkpoint: Any
     dump_folder: str
@@ -116,3 +120,27 @@ def materialize(
         with torch.no_grad():
             model.init_weights(buffer_device=device if offloads else None)
     return model.train()
+
+
+def hand_over_head(model: Any, loss_fn: BaseLoss) -> None:
+    """Let a loss that works in chunks apply the model's head itself.
+
+    The logits of a whole microbatch then never exist at once.
+    """
+    if isinstance(loss_fn, ChunkedLossWrapper):
+        loss_fn.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+
+
+def build_optimizers(
+    config: RunConfig, model_parts: list[Any], parallel_dims: ParallelDims
+) -> tuple[OptimizersContainer, LRSchedulersContainer]:
+    """The optimizers of ``model_parts``, with what the model adds to them, and their schedules."""
+    optimizers = config.optimizer.build(model_parts=model_parts)
+    spec = config.model_spec
+    if spec is not None and spec.post_optimizer_build_fn is not None:
+        spec.post_optimizer_build_fn(optimizers, model_parts, parallel_dims)
+    lr_schedulers = config.lr_scheduler.build(
+        optimizers=optimizers, training_steps=config.training.steps
+    )
+    return optimizers, lr_schedulers

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan import assembly
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager, TRAIN_STATE
 from torchtitan.components.data import BaseDataLoader, DataloaderExhaustedError
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.components.loss import BaseLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
@@ -242,17 +242,9 @@ class Trainer(TrainStep, Stateful, Configurable):
         )
         model = assembly.materialize(model, config, dims, self.device)
         self.model_parts = [model]
-        if isinstance(self.loss_fn, ChunkedLossWrapper):
-            # The loss applies the head itself, chunk by chunk, so that the logits of a whole
-            # microbatch never exist at once.
-            self.loss_fn.set_lm_head(model.lm_head)
-            model._skip_lm_head = True
-
-        self.optimizers = config.optimizer.build(model_parts=self.model_parts)
-        if spec.post_optimizer_build_fn is not None:
-            spec.post_optimizer_build_fn(self.optimizers, self.model_parts, dims)
-        self.lr_schedulers = config.lr_scheduler.build(
-            optimizers=self.optimizers, training_steps=training.steps
+        assembly.hand_over_head(model, self.loss_fn)
+        self.optimizers, self.lr_schedulers = assembly.build_optimizers(
+            config, self.model_parts, dims
         )
         self.metrics_processor.num_flops_per_token = flops_per_token
         self.metrics_processor.optimizers = self.optimizers
