@@ -74,8 +74,7 @@ def _wait_for_a_rank_that_never_comes() -> float:
         except RuntimeError as error:
             assert "timed out" in str(error).lower(), error
         seconds = time.monotonic() - started
-        store.set("rank 0 gave up", "")
-    store.wait(["rank 0 gave up"])
+    _part_in_peace(store)
     return seconds
 
 
@@ -90,16 +89,24 @@ def _wait_for_a_slow_disk() -> str:
             # Being late is what this is about: the disk of this rank takes 2 seconds.
             time.sleep(2)
         dist.barrier()
-    if dist.get_rank() == 1:
-        store.wait(["rank 0 gave up"])
-        return ""
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        return str(error).lower()
-    finally:
-        store.set("rank 0 gave up", "")
-    return "no timeout"
+    outcome = "no timeout"
+    if dist.get_rank() == 0:
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            outcome = str(error).lower()
+    _part_in_peace(store)
+    return outcome
+
+
+def _part_in_peace(store: dist.Store) -> None:
+    """Rank 1 stays until rank 0 gave up, and rank 0, which hosts the store, until rank 1 heard of it."""
+    if dist.get_rank() == 0:
+        store.set("gave up", "")
+        store.wait(["heard"])
+    else:
+        store.wait(["gave up"])
+        store.set("heard", "")
 
 
 def _alone_without_a_launcher() -> tuple[int, str, float, bool]:
