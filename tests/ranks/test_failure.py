@@ -16,7 +16,9 @@ from tests.ranks.pool import end_of_ranks, RankEnd
 pytestmark = pytest.mark.ranks
 
 
-def _start(grace_seconds: float = 20.0, echo_seconds: float = 10.0) -> tuple[int, PeerFailureWatch]:
+def _start(
+    grace_seconds: float = 20.0, echo_seconds: float = 10.0, poll_seconds: float = 0.1
+) -> tuple[int, PeerFailureWatch]:
     init_logger()
     world_size = init_distributed(CommConfig())
     store = job_store()
@@ -26,7 +28,7 @@ def _start(grace_seconds: float = 20.0, echo_seconds: float = 10.0) -> tuple[int
         dist.get_rank(),
         world_size,
         grace_seconds=grace_seconds,
-        poll_seconds=0.1,
+        poll_seconds=poll_seconds,
         echo_seconds=echo_seconds,
     )
     return dist.get_rank(), watch
@@ -105,6 +107,19 @@ def _all_fail_at_once() -> tuple[int, str]:
     return first.rank, first.reason
 
 
+def _rank_0_leaves_before_rank_2_has_looked() -> tuple[int, str]:
+    rank, watch = _start(poll_seconds=2.0 if int(os.environ["RANK"]) == 2 else 0.05)
+    dist.barrier()
+    if rank == 0:
+        assert watch.wait(10.0) is not None  # of rank 1, which failed first
+    if rank == 2:
+        first = watch.wait(10.0)
+        assert first is not None
+    else:
+        first = watch.publish(ValueError(f"of rank {rank}"))
+    return first.rank, first.reason
+
+
 def _normal_end_one_after_the_other() -> None:
     rank, watch = _start(grace_seconds=0.0)
     if rank == 1:
@@ -179,6 +194,11 @@ def test_ranks_that_fail_at_once_agree_on_one_failure() -> None:
     assert len(answers) == 1
     rank, reason = answers.pop()
     assert reason == f"ValueError: of rank {rank}"
+
+
+def test_the_rank_that_hosts_the_store_stays_until_the_slowest_has_read_who_was_first() -> None:
+    ends = end_of_ranks(3, _rank_0_leaves_before_rank_2_has_looked, init=False, settle_seconds=30)
+    assert [end.value for end in ends] == [(1, "ValueError: of rank 1")] * 3
 
 
 def test_a_normal_end_is_no_failure_whoever_leaves_first() -> None:

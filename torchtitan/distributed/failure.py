@@ -126,17 +126,20 @@ class PeerFailureWatch:
             self._note(own, None)
             return own
         own = replace(own, is_lost_peer=_is_lost_connection(error))
-        if is_echo(error) and (first := self.wait(self._echo_seconds)) is not None:
-            return first
-        first = own
-        with contextlib.suppress(RuntimeError):  # The store is gone: what is left is our own log.
-            value = json.dumps(asdict(own))
-            first = RankFailure(**json.loads(self._store.compare_set(_FIRST, "", value)))
-        self._note(first, self._store)
-        if first == own:
+        first = self.wait(self._echo_seconds) if is_echo(error) else None
+        if first is None:
+            first = own
+            with contextlib.suppress(
+                RuntimeError
+            ):  # The store is gone: what is left is our own log.
+                value = json.dumps(asdict(own))
+                first = RankFailure(**json.loads(self._store.compare_set(_FIRST, "", value)))
+            self._note(first, self._store)
+        if first == own or self._rank == 0:
+            # Rank 0 may host the store: once it is gone, a slower rank could not read who was first.
             # A lost rank never answers; the others look this often.
             self._await_peers(
-                2 * self._poll_seconds if own.is_lost_peer else self._farewell_seconds
+                2 * self._poll_seconds if first.is_lost_peer else self._farewell_seconds
             )
         return first
 
