@@ -173,3 +173,9 @@ def tree_violations(readme: str, files: Sequence[str]) -> list[str]:
     ]
     found += [f"{entry}: no description" for entry, text in entries.items() if not text]
     return sorted(found)
+
+
+def flags_in(text: str) -> set[str]:
+    """The flags of a section (``--section.field``) in ``text``, spelled with dashes."""
+    found = re.findall(r"--[a-z][a-z_-]*(?:\.[a-z0-9][a-z0-9_-]*)+", text)
+    return {flag.replace("_", "-") for flag in found}

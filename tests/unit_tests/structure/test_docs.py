@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torchtitan.preflight import parse_or_exit
 
 from tests.unit_tests.structure import docs
 from tests.unit_tests.structure.docs import Block, blocks_of, Workspace
@@ -38,6 +39,28 @@ def test_every_block_is_executed_shown_or_skipped_for_a_reason() -> None:
 def test_few_blocks_are_skipped() -> None:
     skipped = [f"{block.place}: {block.skip_reason}" for block in BLOCKS if block.skip_reason]
     assert len(skipped) <= MAX_SKIPPED, "\n".join(skipped)
+
+
+def test_every_flag_in_the_text_exists(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Most commands stand in the running text, where nothing executes them.
+    monkeypatch.setenv("COLUMNS", "200")
+    known: set[str] = set()
+    for subcommand in ([], ["activation-checkpoint:full"], ["activation-checkpoint:selective"]):
+        with pytest.raises(SystemExit):
+            parse_or_exit(
+                ["--module", "llama3", "--config", "llama3_jargon", *subcommand, "--help"]
+            )
+        known |= docs.flags_in(capsys.readouterr().out)
+    named = {flag: path for path in PAGES for flag in docs.flags_in((ROOT / path).read_text())}
+    assert len(named) > 40
+    assert not sorted(f"{path}: {flag}" for flag, path in named.items() if flag not in known)
+
+
+def test_flags_are_found_in_either_spelling() -> None:
+    text = "`--checkpoint.keep_latest_k 2`, --a.no-b=c; --help, TORCHRUN_ARGS='--max-restarts 1'"
+    assert docs.flags_in(text) == {"--checkpoint.keep-latest-k", "--a.no-b"}
 
 
 def test_the_readme_names_every_file_once_and_no_other() -> None:
