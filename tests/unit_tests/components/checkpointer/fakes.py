@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.checkpointer.discovery import parse_step
 
 
@@ -109,3 +109,9 @@ def folder_of(*names: str, complete: bool = True) -> MemoryStorage:
         if complete:
             storage.add(f"/run/{name}/done", b"1")
     return storage
+
+
+def without_parts(config: CheckpointManager.Config, **given: Any) -> CheckpointManager:
+    """The manager of ``config`` for a run that has only the parts ``given``."""
+    names = "dataloader", "optimizers", "lr_schedulers", "sd_adapter"
+    return config.build(**{**dict.fromkeys(names), "model_parts": [], "states": {}, **given})

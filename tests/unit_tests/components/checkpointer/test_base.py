@@ -5,7 +5,12 @@ import pytest
 from torchtitan.components.checkpointer import base, BaseCheckpointManager, CheckpointManager
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 
-from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
+from tests.unit_tests.components.checkpointer.fakes import (
+    BareManager,
+    folder_of,
+    MemoryStorage,
+    without_parts,
+)
 
 
 class Built(BareManager):
@@ -25,14 +30,7 @@ class Built(BareManager):
 
 
 def test_a_disabled_manager_is_nothing_but_its_switch_and_still_answers() -> None:
-    manager = CheckpointManager.Config().build(
-        dataloader=None,
-        model_parts=[],
-        optimizers=None,
-        lr_schedulers=None,
-        states={},
-        sd_adapter=None,
-    )
+    manager = without_parts(CheckpointManager.Config())
     assert vars(manager) == {"enable": False}
     assert manager.load() is False and manager.save(5, last_step=True) is False
     assert manager.maybe_wait_for_staging() is None and manager.maybe_wait_for_saving() is None
@@ -91,14 +89,7 @@ def test_a_manager_that_was_refused_half_way_dies_in_silence() -> None:
     config = CheckpointManager.Config(enable=True, last_save_in_hf=True)
     with patch.object(base, "logger") as logger:
         with pytest.raises(ValueError, match="last_save_in_hf"):
-            config.build(
-                dataloader=None,
-                model_parts=[],
-                optimizers=None,
-                lr_schedulers=None,
-                states={},
-                sd_adapter=None,
-            )
+            without_parts(config)
     assert [c.args for c in logger.warning.call_args_list if "abandoned" in c.args[0]] == []
 
 

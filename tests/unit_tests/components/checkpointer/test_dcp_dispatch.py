@@ -16,6 +16,8 @@ from torchtitan.components.checkpointer import CheckpointManager, dcp, ModelWrap
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 
+from tests.unit_tests.components.checkpointer.fakes import without_parts
+
 
 class Item:
     """A part with a state of its own."""
@@ -90,13 +92,10 @@ def done(result: Any = None) -> "Future[Any]":
 def test_the_states_dict_is_updated_in_place_and_kept(calls: Calls, tmp_path: Path) -> None:
     states: dict[str, Any] = {"trainer": 1}
     model = nn.Linear(1, 1)
-    manager = CheckpointManager.Config(enable=True).build(
-        dataloader=None,
+    manager = without_parts(
+        CheckpointManager.Config(enable=True),
         model_parts=[model],
-        optimizers=None,
-        lr_schedulers=None,
         states=states,
-        sd_adapter=None,
         base_folder=str(tmp_path),
     )
     assert manager.states is states

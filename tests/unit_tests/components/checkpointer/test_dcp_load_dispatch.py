@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torchtitan.components.checkpointer import CheckpointManager, dcp, dcp_index, ModelWrapper
 
+from tests.unit_tests.components.checkpointer.fakes import without_parts
 from tests.unit_tests.components.checkpointer.test_dcp_dispatch import build, Calls, calls
 
 __all__ = ["calls"]
@@ -114,13 +115,9 @@ def test_hugging_face_formats_are_refused_and_not_ignored(calls: Calls, tmp_path
 
 
 def test_parts_may_be_missing(calls: Calls, tmp_path: Path) -> None:
-    manager = CheckpointManager.Config(enable=True, interval=1).build(
-        dataloader=None,
+    manager = without_parts(
+        CheckpointManager.Config(enable=True, interval=1),
         model_parts=[nn.Linear(1, 1)],
-        optimizers=None,
-        lr_schedulers=None,
-        states={},
-        sd_adapter=None,
         base_folder=str(tmp_path),
     )
     manager.save(1)

@@ -8,6 +8,8 @@ import torch
 from torchtitan.components.checkpointer import AsyncMode, base, CheckpointManager
 from torchtitan.config.violations import collecting
 
+from tests.unit_tests.components.checkpointer.fakes import without_parts
+
 IGNORED_FIRST_STEP = "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
 IDLE_MODEL_ONLY = "initial_load_model_only=True has no effect without an initial_load_path."
 
@@ -164,14 +166,7 @@ def test_a_run_is_told_that_a_load_only_manager_ignores_the_first_step() -> None
             enable=True, load_only=True, enable_first_step_checkpoint=True
         )
     with patch.object(base, "logger") as logger:
-        config.build(
-            dataloader=None,
-            model_parts=[],
-            optimizers=None,
-            lr_schedulers=None,
-            states={},
-            sd_adapter=None,
-        )
+        without_parts(config)
     logger.warning.assert_called_once_with(
         "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
     )
@@ -179,12 +174,5 @@ def test_a_run_is_told_that_a_load_only_manager_ignores_the_first_step() -> None
 
 def test_the_export_dtype_is_a_torch_dtype_on_the_manager() -> None:
     config = CheckpointManager.Config(enable=True, export_dtype="bfloat16", load_only=True)
-    manager = config.build(
-        dataloader=None,
-        model_parts=[],
-        optimizers=None,
-        lr_schedulers=None,
-        states={},
-        sd_adapter=None,
-    )
+    manager = without_parts(config)
     assert manager.export_dtype is torch.bfloat16
