@@ -11,8 +11,8 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
@@ -23,7 +23,7 @@ from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
 from torchtitan.components.checkpointer.history import supersede, supersede_newer
 from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
 from torchtitan.components.checkpointer.schedule import SaveSchedule
-from torchtitan.components.checkpointer.settings import violations
+from torchtitan.components.checkpointer.settings import CheckpointSettings, violations
 from torchtitan.components.checkpointer.source import find_source, Request, Source
 from torchtitan.components.checkpointer.state import (
     DATALOADER,
@@ -60,60 +60,7 @@ class BaseCheckpointManager(Configurable, ABC):
     """Saves and loads the state of a run; see the hooks for what a backend supplies."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        enable: bool = False
-        """Save and load checkpoints. Without it a killed run starts over."""
-
-        folder: str = "checkpoint"
-        """Directory for the checkpoints, inside --dump_folder unless it is absolute."""
-
-        interval: int = 500
-        """Save after every this many steps."""
-
-        initial_load_path: str | None = None
-        """Checkpoint (one step-N directory, absolute path) that a run without checkpoints of its
-        own begins from. Once the run has saved, its own checkpoints come first."""
-
-        initial_load_model_only: bool = True
-        """Take only the weights from initial_load_path; otherwise optimizer, data position and
-        step as well."""
-
-        initial_load_in_hf: bool = False
-        """The initial checkpoint is in Hugging Face format."""
-
-        initial_load_in_hf_quantized: bool = False
-        """The initial Hugging Face weights are quantized."""
-
-        last_save_model_only: bool = True
-        """Save only the weights after the last step. Such a checkpoint cannot be resumed from;
-        switch it off to be able to train for more steps later."""
-
-        last_save_in_hf: bool = False
-        """Write the last save in Hugging Face format."""
-
-        export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-        """Dtype of the floating-point weights in a model-only last save."""
-
-        keep_latest_k: int = 10
-        """Delete all but the newest this many checkpoints; 0 keeps all of them, 1 is refused."""
-
-        load_step: int = -1
-        """Step to resume from; -1 takes the newest full checkpoint, 0 the seed checkpoint."""
-
-        exclude_from_loading: list[str] = field(default_factory=list)
-        """Parts not to restore, comma separated: optimizer, lr_scheduler, dataloader,
-        train_state."""
-
-        enable_first_step_checkpoint: bool = False
-        """Save after step 1 too, to find out early whether saving works."""
-
-        create_seed_checkpoint: bool = False
-        """Save the freshly initialised weights as step 0 in one process and stop, so that runs
-        in different layouts can begin from the same weights."""
-
-        load_only: bool = False
-        """Load but never save."""
-
+    class Config(CheckpointSettings):
         def __post_init__(self) -> None:
             if self.initial_load_path is not None:
                 self.initial_load_path = self.initial_load_path.strip()

@@ -1,29 +1,73 @@
-"""Which checkpoint settings contradict themselves or each other. Pure; reads no disk.
+"""The settings of checkpoints, and which of them contradict each other. Pure; reads no disk.
 
 Config.__post_init__ -> violations -> reject each
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal
 
 from torchtitan.components.checkpointer.state import LR_SCHEDULER, MODEL, OPTIMIZER
+from torchtitan.config import Configurable
 from torchtitan.tools import filesystem
 
 
-class CheckpointSettings(Protocol):
-    """The fields that the rules look at."""
+@dataclass(kw_only=True, slots=True)
+class CheckpointSettings(Configurable.Config):
+    """What every checkpoint manager can be told; a manager's own Config derives from this one."""
 
-    folder: str
-    interval: int
-    initial_load_path: str | None
-    initial_load_model_only: bool
-    initial_load_in_hf: bool
-    initial_load_in_hf_quantized: bool
-    last_save_model_only: bool
-    last_save_in_hf: bool
-    keep_latest_k: int
-    load_step: int
-    exclude_from_loading: list[str]
+    enable: bool = False
+    """Save and load checkpoints. Without it a killed run starts over."""
+
+    folder: str = "checkpoint"
+    """Directory for the checkpoints, inside --dump_folder unless it is absolute."""
+
+    interval: int = 500
+    """Save after every this many steps."""
+
+    initial_load_path: str | None = None
+    """Checkpoint (one step-N directory, absolute path) that a run without checkpoints of its
+    own begins from. Once the run has saved, its own checkpoints come first."""
+
+    initial_load_model_only: bool = True
+    """Take only the weights from initial_load_path; otherwise optimizer, data position and
+    step as well."""
+
+    initial_load_in_hf: bool = False
+    """The initial checkpoint is in Hugging Face format."""
+
+    initial_load_in_hf_quantized: bool = False
+    """The initial Hugging Face weights are quantized."""
+
+    last_save_model_only: bool = True
+    """Save only the weights after the last step. Such a checkpoint cannot be resumed from;
+    switch it off to be able to train for more steps later."""
+
+    last_save_in_hf: bool = False
+    """Write the last save in Hugging Face format."""
+
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Dtype of the floating-point weights in a model-only last save."""
+
+    keep_latest_k: int = 10
+    """Delete all but the newest this many checkpoints; 0 keeps all of them, 1 is refused."""
+
+    load_step: int = -1
+    """Step to resume from; -1 takes the newest full checkpoint, 0 the seed checkpoint."""
+
+    exclude_from_loading: list[str] = field(default_factory=list)
+    """Parts not to restore, comma separated: optimizer, lr_scheduler, dataloader,
+    train_state."""
+
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too, to find out early whether saving works."""
+
+    create_seed_checkpoint: bool = False
+    """Save the freshly initialised weights as step 0 in one process and stop, so that runs
+    in different layouts can begin from the same weights."""
+
+    load_only: bool = False
+    """Load but never save."""
 
 
 def violations(settings: CheckpointSettings) -> Iterator[str]:
