@@ -109,6 +109,7 @@ class BaseCheckpointManager(Configurable, ABC):
         self.exclude_from_loading = config.exclude_from_loading
         self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
         self.load_only = config.load_only
+        self.timeout_seconds = config.timeout_seconds
         self.sd_adapter = sd_adapter
         if self.load_only and self.enable_first_step_checkpoint:
             # Said here too, because a config made by the command line says nothing itself.

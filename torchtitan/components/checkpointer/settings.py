@@ -69,6 +69,11 @@ class CheckpointSettings(Configurable.Config):
     load_only: bool = False
     """Load but never save."""
 
+    timeout_seconds: int = 600
+    """Seconds to wait for a checkpoint at most: for the save in flight, for staging, for the other
+    ranks while all read or write, for deletions at the end. Choose it above the time that the
+    slowest save takes."""
+
 
 def violations(settings: CheckpointSettings) -> Iterator[str]:
     """One sentence for each rule that ``settings`` break."""
@@ -98,6 +103,11 @@ def _numbers(settings: CheckpointSettings) -> Iterator[str]:
         yield (
             "checkpoint.keep_latest_k=1 would leave nothing to resume from while the next one is "
             "written: at least 2 checkpoint replicas are needed, or 0 to keep all."
+        )
+    if settings.timeout_seconds <= 0:
+        yield (
+            f"checkpoint.timeout_seconds={settings.timeout_seconds} must be greater than 0 seconds; "
+            "to wait as good as for ever choose a large one."
         )
     if settings.load_step < -1:
         yield (
