@@ -5,8 +5,9 @@ who points at the wrong checkpoint should hear everything at once.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,16 @@ from torchtitan.components.checkpointer.errors import CheckpointMismatchError, C
 from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
 from torchtitan.tools.logging import logger
 
-Shape = tuple[int, ...] | None
+
+class Leaf(NamedTuple):
+    """One entry of a checkpoint, as far as the index knows it."""
+
+    shape: tuple[int, ...] | None
+    """None for what is no tensor."""
+
+    dtype: torch.dtype | None
+    """None for what is no tensor."""
+
 
 MARKER = ".metadata"
 """The index, which DCP writes last: a directory that has it is complete."""
@@ -108,8 +118,8 @@ def parse_entry(name: str) -> tuple[int, bool] | None:
     return None if step is None else (step, False)
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Shape]]:
-    """(flat key, shape) of every entry, None as the shape of what is no tensor.
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    """(flat key, shape and dtype) of every entry.
 
     Lists are passed over: DCP flattens them by contents, which may differ between runs.
     """
@@ -117,11 +127,11 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Sha
         if isinstance(value, Stateful):
             value = value.state_dict()
         if isinstance(value, torch.Tensor):
-            yield f"{prefix}{name}", tuple(value.shape)
+            yield f"{prefix}{name}", Leaf(tuple(value.shape), value.dtype)
         elif isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
         elif not isinstance(value, (list, tuple)):
-            yield f"{prefix}{name}", None
+            yield f"{prefix}{name}", Leaf(None, None)
 
 
 def require_match(
@@ -147,21 +157,24 @@ def require_match(
     rank_zero_decides(lambda: _compare(path, wanted, read_index(path), other_keys), group)
 
 
-def _union(own: dict[str, Shape], group: "dist.ProcessGroup | None") -> dict[str, Shape]:
+def _union(own: dict[str, Leaf], group: "dist.ProcessGroup | None") -> dict[str, Leaf]:
     """The entries of all ranks; sent around only where they differ (pipeline stages)."""
     listing = repr(sorted(own.items())).encode()
     if len(set(gather(hashlib.sha256(listing).hexdigest(), group))) == 1:
         return own
-    return {name: shape for part in gather(own, group) for name, shape in part.items()}
+    return {name: leaf for part in gather(own, group) for name, leaf in part.items()}
+
+
+def _leaf(entry: Any) -> Leaf:
+    if not isinstance(entry, TensorStorageMetadata):
+        return Leaf(None, None)
+    return Leaf(tuple(entry.size), entry.properties.dtype)
 
 
 def _compare(
-    path: str, wanted: Mapping[str, Shape], metadata: Metadata, other_keys: Set[str]
+    path: str, wanted: Mapping[str, Leaf], metadata: Metadata, other_keys: Set[str]
 ) -> None:
-    saved = {
-        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in metadata.state_dict_metadata.items()
-    }
+    saved = {name: _leaf(entry) for name, entry in metadata.state_dict_metadata.items()}
     missing = sorted(wanted.keys() - saved.keys())
     unexpected = sorted(
         name for name in saved.keys() - wanted.keys() if name.partition(".")[0] not in other_keys
@@ -169,9 +182,11 @@ def _compare(
     misshaped = sorted(
         f"{name} (here {_shape(wanted[name])}, there {_shape(saved[name])})"
         for name in wanted.keys() & saved.keys()
-        if wanted[name] != saved[name]
+        if wanted[name].shape != saved[name].shape
     )
     if not (missing or unexpected or misshaped):
+        if warning := narrowing(path, wanted, saved):
+            logger.warning(warning)
         return
     lists = (("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped))
     findings = "; ".join(
@@ -183,5 +198,28 @@ def _compare(
     )
 
 
-def _shape(shape: Shape) -> str:
-    return "no tensor" if shape is None else str(list(shape))
+def narrowing(path: str, wanted: Mapping[str, Leaf], saved: Mapping[str, Leaf]) -> str | None:
+    """What to say when tensors lose bits on their way into the run; None when none does.
+
+    A dtype that holds every value of the saved one (bfloat16 read as float32) loses nothing.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in wanted.keys() & saved.keys():
+        here, there = wanted[name].dtype, saved[name].dtype
+        if here is None or there is None or torch.promote_types(here, there) == here:
+            continue
+        counts[str(there).removeprefix("torch."), str(here).removeprefix("torch.")] += 1
+    if not counts:
+        return None
+    tensors = ", ".join(
+        f"{count} tensor{'s' * (count > 1)} of {there} into {here}"
+        for (there, here), count in sorted(counts.items())
+    )
+    return (
+        f"Loading {path} loses precision: {tensors}. The run keeps its parameters in "
+        "--training.dtype; set that to the dtype of the checkpoint to keep every bit."
+    )
+
+
+def _shape(leaf: Leaf) -> str:
+    return "no tensor" if leaf.shape is None else str(list(leaf.shape))

@@ -1,3 +1,4 @@
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,32 @@ def test_what_dcp_flattens_is_what_is_compared(tmp_path: Path) -> None:
     }
     path = write(tmp_path / "step-1", {"train_state": state, "w": torch.ones(1)})
     require_match(path, {"train_state": state, "w": torch.ones(1)}, other_keys=OTHERS)
+
+
+def into(path: Path, saved: dict[str, torch.dtype], dtype: torch.dtype) -> str:
+    write(path, {name: torch.ones(2, dtype=of) for name, of in saved.items()})
+    require_match(str(path), {name: torch.ones(2, dtype=dtype) for name in saved}, other_keys=set())
+    return str(path)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_load_that_loses_bits_is_one_warning_with_numbers_and_dtypes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+    path = into(tmp_path / "step-1", {"a": f32, "b": f32, "c": f16, "d": bf16}, bf16)
+    (text,) = warnings_in(caplog)
+    assert path in text and "--training.dtype" in text
+    # Of the same width, but the exponents of one and the mantissas of the other do not fit.
+    assert "1 tensor of float16 into bfloat16, 2 tensors of float32 into bfloat16." in text
+
+
+def test_a_load_that_widens_or_keeps_dtypes_is_silent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"a": torch.bfloat16, "b": torch.float16, "c": torch.float32}
+    into(tmp_path / "step-1", saved, torch.float32)
+    assert warnings_in(caplog) == []
