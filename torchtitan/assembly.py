@@ -1,18 +1,26 @@
-"""Build the model of a run and its optimizers: describe, construct without memory, shard, fill.
+"""Build the parts of a run: its model and optimizers, its data, and what saves it.
 
 A model is constructed on the meta device, so that no rank ever holds all of it, then sharded, and
 only then given memory and its first values, which do not depend on the sharding.
 """
 
 import copy
+import dataclasses
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.data import BaseDataLoader
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import (
     apply_overrides,
+    CommConfig,
     CompileConfig,
     OverrideConfig,
     ParallelismConfig,
@@ -27,7 +35,7 @@ from torchtitan.tools.logging import logger
 
 
 class RunConfig(Protocol):
-    """The sections of a run's config that shape its model."""
+    """The sections of a run's config that shape its parts."""
 
     model_spec: ModelSpec | None
     training: TrainingConfig
@@ -38,6 +46,10 @@ class RunConfig(Protocol):
     lr_scheduler: LRSchedulersContainer.Config
     activation_checkpoint: Any
     checkpoint: Any
+    comm: CommConfig
+    dataloader: BaseDataLoader.Config
+    validator: Validator.Config
+    hf_assets_path: str
     dump_folder: str
 
 
@@ -144,3 +156,64 @@ def build_optimizers(
         optimizers=optimizers, training_steps=config.training.steps
     )
     return optimizers, lr_schedulers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataShare:
+    """What a rank reads of the data, and through which tokenizer."""
+
+    dp_world_size: int
+    dp_rank: int
+    tokenizer: BaseTokenizer
+    num_tokens_per_batch: int
+    """Tokens of one microbatch of this rank."""
+
+    def options(self) -> dict[str, Any]:
+        """As keyword arguments of whatever reads data."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+
+
+def build_dataloader(config: RunConfig, share: DataShare) -> BaseDataLoader:
+    """The loader of this rank's microbatches."""
+    return config.dataloader.build(
+        max_context_length=config.training.max_context_length, **share.options()
+    )
+
+
+def build_checkpointer(config: RunConfig, **parts: Any) -> BaseCheckpointManager:
+    """The manager that saves and loads ``parts``, named as its constructor names them."""
+    spec = config.model_spec
+    assert spec is not None, "a recipe sets model_spec"
+    checkpoint = config.checkpoint
+    formats = checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf
+    adapter = spec.state_dict_adapter if any(formats) else None
+    if config.comm.mode != "default" and checkpoint.enable:
+        # One process plays one rank of many: what it would save is not what a run computes.
+        logger.info(f"Checkpoints are off, because --comm.mode is {config.comm.mode}")
+        checkpoint = dataclasses.replace(checkpoint, enable=False)
+    return checkpoint.build(
+        **parts,
+        sd_adapter=adapter(spec.model, config.hf_assets_path) if adapter else None,
+        base_folder=config.dump_folder,
+    )
+
+
+def build_validator(
+    config: RunConfig,
+    share: DataShare,
+    parallel_dims: ParallelDims,
+    loss_fn: BaseLoss,
+    metrics_processor: MetricsProcessor,
+) -> BaseValidator | None:
+    """What measures the loss on held-out text, or None when that is switched off."""
+    if not config.validator.enable:
+        return None
+    return config.validator.build(
+        parallelism=config.parallelism,
+        parallel_dims=parallel_dims,
+        loss_fn=loss_fn,
+        validation_context=torch.no_grad,
+        metrics_processor=metrics_processor,
+        seq_len=config.training.max_context_length,
+        **share.options(),
+    )

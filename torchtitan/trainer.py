@@ -9,7 +9,6 @@ A checkpoint is taken after the update and before validation, so it holds exactl
 step starts from.
 """
 
-import dataclasses
 import json
 import time
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 import tyro
 from torch.distributed.checkpoint.stateful import Stateful
@@ -251,45 +249,25 @@ class Trainer(TrainStep, Stateful, Configurable):
         self.metrics_processor.model_parts = self.model_parts
 
     def _build_data_and_checkpointer(self, config: Config) -> None:
-        spec = config.model_spec
-        assert spec is not None
-        self.tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-        data_options = {
-            "dp_world_size": self.dp_degree,
-            "dp_rank": self.dp_rank,
-            "tokenizer": self.tokenizer,
-            "num_tokens_per_batch": config.training.num_tokens_per_microbatch_per_dp_rank,
-        }
-        self.dataloader = config.dataloader.build(
-            max_context_length=config.training.max_context_length, **data_options
+        share = assembly.DataShare(
+            dp_world_size=self.dp_degree,
+            dp_rank=self.dp_rank,
+            tokenizer=config.tokenizer.build(tokenizer_path=config.hf_assets_path),
+            num_tokens_per_batch=config.training.num_tokens_per_microbatch_per_dp_rank,
         )
-        formats = config.checkpoint.last_save_in_hf, config.checkpoint.initial_load_in_hf
-        adapter = spec.state_dict_adapter if any(formats) else None
-        checkpoint = config.checkpoint
-        if config.comm.mode != "default" and checkpoint.enable:
-            # One process plays one rank of many: what it would save is not what a run computes.
-            logger.info(f"Checkpoints are off, because --comm.mode is {config.comm.mode}")
-            checkpoint = dataclasses.replace(checkpoint, enable=False)
-        self.checkpointer = checkpoint.build(
+        self.tokenizer = share.tokenizer
+        self.dataloader = assembly.build_dataloader(config, share)
+        self.checkpointer = assembly.build_checkpointer(
+            config,
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             states={TRAIN_STATE: self},
-            sd_adapter=adapter(self.model_config, config.hf_assets_path) if adapter else None,
-            base_folder=config.dump_folder,
         )
-        self.validator = None
-        if config.validator.enable:
-            self.validator = config.validator.build(
-                parallelism=config.parallelism,
-                parallel_dims=self.parallel_dims,
-                loss_fn=self.loss_fn,
-                validation_context=torch.no_grad,
-                metrics_processor=self.metrics_processor,
-                seq_len=config.training.max_context_length,
-                **data_options,
-            )
+        self.validator = assembly.build_validator(
+            config, share, self.parallel_dims, self.loss_fn, self.metrics_processor
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "ntokens_seen": self.ntokens_seen}
