@@ -8,7 +8,6 @@ because on the training group they would interleave with training's and dead-loc
     _load -> _choose_source -> dcp_index.require_match -> dcp_load -> dcp.load -> the states
 """
 
-import enum
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,6 +30,13 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointReadError,
     CheckpointSaveError,
 )
+from torchtitan.components.checkpointer.in_flight import (
+    await_save,
+    await_staging,
+    FAILURES,
+    save_error,
+)
+from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.source import require_step
 from torchtitan.components.checkpointer.state import (
@@ -50,29 +56,10 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
-# DCP's own error is no Exception.
-_FAILURES = (Exception, dcp.CheckpointException)
-
+__all__ = ["AsyncMode", "CheckpointManager", "SaveDone"]
 
 _DISK_TIMEOUT = timedelta(minutes=30)
 # How long a rank waits for the slowest disk when all ranks write at once; gloo's own default.
-
-
-class AsyncMode(str, enum.Enum):
-    """What the training thread waits for when it saves."""
-
-    DISABLED = "disabled"
-    """The whole write."""
-
-    ASYNC = "async"
-    """A copy of the state into CPU memory; a thread writes it."""
-
-    ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
-    """The start of a copy into pinned, shared memory; a process writes it."""
-
-
-class SaveDone:
-    """Sent by a writer process that has finished."""
 
 
 class CheckpointManager(BaseCheckpointManager):
@@ -266,8 +253,8 @@ class CheckpointManager(BaseCheckpointManager):
                     self._save_last_step(curr_step)
                 else:
                     self._dispatch(checkpoint_id)
-        except _FAILURES as error:
-            raise _save_error(curr_step, checkpoint_id, error) from error
+        except FAILURES as error:
+            raise save_error(curr_step, checkpoint_id, error) from error
         if self.save_future is None:
             self._report.completed_now()
         if earlier_failure is not None:
@@ -338,13 +325,8 @@ class CheckpointManager(BaseCheckpointManager):
     def _maybe_wait_for_staging(self) -> None:
         if self.staging_future is None:
             return
-        if self.async_mode is not AsyncMode.ASYNC_WITH_PINNED_MEM:
-            raise RuntimeError(
-                f"A staging future is pending although async_mode is {self.async_mode.value}; "
-                "only async_with_pinned_mem stages in the background."
-            )
         future, self.staging_future = self.staging_future, None
-        future.result()
+        await_staging(future, self.async_mode)
 
     def _wait_for_saving(self) -> None:
         if self.async_mode is AsyncMode.DISABLED:
@@ -354,18 +336,13 @@ class CheckpointManager(BaseCheckpointManager):
         # Cleared before it is awaited: an error is raised once, and the next save starts clean.
         future, self.save_future = self.save_future, None
         try:
-            future.result()
-        except _FAILURES as error:
-            if self._report is None:
-                raise
-            raise _save_error(self._report.step, self._report.path, error) from error
+            await_save(future, self._report)
+        except FAILURES:
+            raise
         except BaseException:
             # Ctrl-C: it is still in flight, and close() has to wait for it.
             self.save_future = future
             raise
-        finally:
-            if self._report is not None and future.done():
-                self._report.completed(future)
 
     def _close(self) -> None:
         try:
@@ -376,10 +353,3 @@ class CheckpointManager(BaseCheckpointManager):
                 if stager is not None:
                     stager.close()
             self.stager = self._copying_stager = None
-
-
-def _save_error(step: int, path: str, error: BaseException) -> CheckpointSaveError:
-    return CheckpointSaveError(
-        f"Saving the checkpoint of step {step} to {path} failed: {cause_of(error)}. Older checkpoints are "
-        "untouched; what was written of this one never counts as a checkpoint."
-    )
