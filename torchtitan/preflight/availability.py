@@ -62,7 +62,6 @@ def not_available(config: Trainer.Config) -> Iterator[str]:
         "--debug.moe-force-load-balance": config.debug.moe_force_load_balance,
         "--checkpoint.last-save-in-hf": checkpoint.last_save_in_hf,
         "--checkpoint.initial-load-in-hf": checkpoint.initial_load_in_hf,
-        "--metrics.enable-wandb": config.metrics.enable_wandb,
     }
     for flag, is_on in unavailable.items():
         if is_on:

@@ -110,7 +110,6 @@ def test_an_unknown_flag_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str
         "--compile.enable",
         "--parallelism.num_pp_microbatches 4",
         "--debug.moe_force_load_balance",
-        "--metrics.enable_wandb",
         "--checkpoint.last_save_in_hf --checkpoint.last_save_model_only",
         "--checkpoint.initial_load_in_hf",
         "--checkpoint.async_mode async_with_pinned_mem",

@@ -7,51 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchtitan.components import metrics as metrics_module
 from torchtitan.components.metrics import (
-    BaseLogger,
     ensure_pp_loss_visible,
     format_duration,
-    LoggerContainer,
     MetricsProcessor,
+    processor as processor_module,
     ResidentMemoryMonitor,
 )
-from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.utils import Color, NoColor
 
-
-class Recorder(BaseLogger):
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, dict[str, Any]]] = []
-        self.closed = False
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.logged.append((step, metrics))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Clock:
-    """Stands in for ``time`` in the module, so that no test waits or depends on a fast machine."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.seconds
+from tests.unit_tests.components.metrics.doubles import Clock, dims, Recorder
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(metrics_module, "time", clock)
+    monkeypatch.setattr(processor_module, "time", clock)
     return clock
-
-
-def dims(pp: int = 1, world_size: int = 1) -> ParallelDims:
-    return ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=pp, ep=1, world_size=world_size)
 
 
 def processor(folder: Path, **kwargs: Any) -> tuple[MetricsProcessor, Recorder]:
@@ -108,6 +80,7 @@ def test_counts_become_rates_and_start_anew(tmp_path: Path, clock: Clock) -> Non
         "time_metrics/data_loading(s)": 1.5,
         "time_metrics/data_loading(%)": 6.0,
         "time_metrics/checkpoint(s)": 3.0,
+        "time_metrics/checkpoint(%)": 6.0,
         "time_metrics/validation(s)": 10.0,
         "lr/AdamW": 0.1,
     }
@@ -133,7 +106,7 @@ def test_model_flops_utilisation_needs_a_known_peak(tmp_path: Path, clock: Clock
 
 
 def test_quantized_runs_have_no_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_module, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(processor_module, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     assert processor(tmp_path)[0].peak_flops == 312e12
     assert processor(tmp_path, has_quantization=True)[0].peak_flops is None
 
@@ -201,54 +174,6 @@ def test_colour_is_for_terminals_that_want_it(
     assert isinstance(processor(tmp_path)[0].color, Color)
     settings = {"disable_color_printing": True}
     assert isinstance(processor(tmp_path, settings=settings)[0].color, NoColor)
-
-
-def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    (run,) = {path.parent for path in folder.rglob("events.*")}
-    events = EventAccumulator(str(run))
-    events.Reload()
-    return {
-        tag: [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
-        for tag in events.scalars.Keys()
-    }
-
-
-def test_tensorboard_gets_every_metric_at_once(tmp_path: Path) -> None:
-    built, _ = processor(
-        tmp_path, settings={"enable_tensorboard": True}, config_dict={"a": 1}, tag="mine"
-    )
-    built.log(1, 5.0, 6.0, 1.0)
-    # Before close: a killed run must not lose what it logged.
-    found = read_scalars(tmp_path)
-    assert found["mine/loss_metrics/global_avg_loss"] == [(1, 5.0)]
-    built.log_validation(3.0, 1)
-    built.close()
-    assert read_scalars(tmp_path)["mine/validation_metrics/loss"] == [(1, 3.0)]
-
-
-def test_tensorboard_files_have_their_places(tmp_path: Path) -> None:
-    settings = {"enable_tensorboard": True, "save_tb_folder": "here", "save_for_all_ranks": True}
-    built, _ = processor(tmp_path, settings=settings, ft_enable=True, ft_replica_id=3)
-    built.close()
-    (file,) = tmp_path.rglob("events.*")
-    folder = str(file.parent.relative_to(tmp_path))
-    assert re.fullmatch(r"here/\d{8}-\d{4}/replica_3/rank_0", folder)
-
-
-def test_nothing_is_written_unasked(tmp_path: Path) -> None:
-    built, _ = processor(tmp_path)
-    built.log(1, 5.0, 6.0, 1.0)
-    built.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_container_closes_and_feeds_all_its_loggers() -> None:
-    container, recorders = LoggerContainer(), [Recorder(), Recorder()]
-    for recorder in recorders:
-        container.add_logger(recorder)
-    container.log({"a": 1}, 2)
-    container.close()
-    assert all(r.logged == [(2, {"a": 1})] and r.closed for r in recorders)
 
 
 def test_only_the_rank_with_the_loss_speaks(tmp_path: Path, caplog) -> None:

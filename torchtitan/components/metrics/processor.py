@@ -1,113 +1,38 @@
-"""Decide what a run tells about itself: a line on the console, and numbers in TensorBoard.
+"""Turn the counts of a run into rates, once every ``log_freq`` steps, and hand them on.
 
-The trainer counts (tokens, loading times, checkpoint seconds); this module turns the counts since the
-last line into rates, once every ``log_freq`` steps. The one fact to know: nothing is made up. Without
-a known peak there is no MFU, without measured steps no time left.
+The trainer counts (tokens, loading times, checkpoint seconds). The one fact to know: nothing is made
+up. Without a known peak there is no MFU, without measured steps no time left.
 
     trainer counts -> MetricsProcessor.log -> console line (logging rank)
-                                           -> LoggerContainer -> TensorBoardLogger
+                                           -> structured log (every rank)
+                                           -> LoggerContainer -> TensorBoardLogger, WandBLogger
 """
 
+import dataclasses
 import importlib.util
-import json
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from torchtitan.components.metrics import console, continuation, wandb_logger
+from torchtitan.components.metrics.loggers import LoggerContainer, TensorBoardLogger
 from torchtitan.config import Configurable
 from torchtitan.config.violations import reject
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.tools.device_memory import (
-    build_device_memory_monitor,
-    DeviceMemoryMonitor,
-    ResidentMemoryMonitor,
-)
+from torchtitan.observability import structured_logger as sl
+from torchtitan.tools.device_memory import build_device_memory_monitor
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, get_device_name, get_peak_flops, NoColor
 
-__all__ = [
-    "BaseLogger",
-    "DeviceMemoryMonitor",
-    "LoggerContainer",
-    "MetricsProcessor",
-    "ResidentMemoryMonitor",
-    "TensorBoardLogger",
-    "build_device_memory_monitor",
-    "ensure_pp_loss_visible",
-]
-
-# Log points that the time left is estimated from: enough to even out a checkpoint in between, few
-# enough to follow a run that became slower.
-_PACE_POINTS = 6
-
-
-class BaseLogger:
-    """A place that numbers go to; this one drops them."""
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write ``metrics`` under ``step``."""
-
-    def close(self) -> None:
-        """Write what is still held back."""
-
-
-class TensorBoardLogger(BaseLogger):
-    """Scalars as TensorBoard event files in ``log_dir``, their names under ``tag`` if there is one."""
-
-    def __init__(
-        self, log_dir: str, tag: str | None = None, config_dict: dict[str, Any] | None = None
-    ) -> None:
-        try:
-            # Late: it costs a second to import, and only runs that use it need the package.
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "metrics.enable_tensorboard was asked for, but the package tensorboard cannot be "
-                f"imported ({error}). Install tensorboard, or set --metrics.no-enable-tensorboard."
-            ) from error
-        self._tag = tag
-        self._writer = SummaryWriter(log_dir)
-        if config_dict is not None:
-            self._writer.add_text("config", f"```\n{json.dumps(config_dict, indent=2)}\n```")
-        logger.info(f"TensorBoard: writing to {log_dir}")
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(
-                name if self._tag is None else f"{self._tag}/{name}", value, step
-            )
-        # A thread writes, on some file systems only when told to: a killed run must not lose this.
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class LoggerContainer(BaseLogger):
-    """Any number of loggers as one."""
-
-    def __init__(self) -> None:
-        self.loggers: list[BaseLogger] = []
-
-    def add_logger(self, metric_logger: BaseLogger) -> None:
-        self.loggers.append(metric_logger)
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        for metric_logger in self.loggers:
-            metric_logger.log(metrics, step)
-
-    def close(self) -> None:
-        for metric_logger in self.loggers:
-            metric_logger.close()
+# What the whole run has in common; only the logging rank says it.
+_OF_THE_RUN = ("loss_metrics/", "grad_norm", "lr/", "n_tokens_seen", "validation_metrics/loss")
 
 
 def ensure_pp_loss_visible(
@@ -138,7 +63,7 @@ class MetricsProcessor(Configurable):
         """Steps between two log lines; the first step is always logged."""
 
         enable_tensorboard: bool = False
-        """Write the metrics for TensorBoard too."""
+        """Write the metrics for TensorBoard too; a resumed run goes on in the same folder."""
 
         disable_color_printing: bool = False
         """Never colour the console; without a terminal there is no colour anyway."""
@@ -150,7 +75,7 @@ class MetricsProcessor(Configurable):
         """Let every rank write its own TensorBoard files, instead of the one that logs the loss."""
 
         enable_wandb: bool = False
-        """Send the metrics to Weights & Biases."""
+        """Send the metrics to Weights & Biases, needs the package wandb; a resumed run goes on there."""
 
         def __post_init__(self) -> None:
             if self.log_freq <= 0:
@@ -172,6 +97,8 @@ class MetricsProcessor(Configurable):
                     "metrics.save_for_all_ranks has no effect without TensorBoard files; add "
                     "--metrics.enable-tensorboard or leave it out."
                 )
+            if self.enable_wandb:
+                found += wandb_logger.problems(os.environ)
             return found
 
     def __init__(
@@ -195,14 +122,16 @@ class MetricsProcessor(Configurable):
         # The peak is that of bfloat16: a share of it says nothing about quantized arithmetic.
         self.peak_flops = None if has_quantization else get_peak_flops(get_device_name())
 
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._is_logging_rank = rank == _logging_rank(parallel_dims, pp_schedule)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._logging_rank = _logging_rank(parallel_dims, pp_schedule)
         self.logger = LoggerContainer()
-        if config.enable_tensorboard and (config.save_for_all_ranks or self._is_logging_rank):
-            folder = [dump_folder, config.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M")]
-            folder += [f"replica_{ft_replica_id}"] if ft_enable else []
-            folder += [f"rank_{rank}"] if config.save_for_all_ranks else []
-            self.logger.add_logger(TensorBoardLogger(os.path.join(*folder), tag, config_dict))
+        self._places = _Places(
+            dump_folder=dump_folder,
+            replica=ft_replica_id if ft_enable else None,
+            config_dict=config_dict,
+            tag=tag,
+        )
+        self._is_open = False
         ensure_pp_loss_visible(
             parallel_dims=parallel_dims, pp_schedule=pp_schedule, color=self.color
         )
@@ -215,18 +144,72 @@ class MetricsProcessor(Configurable):
         self.data_loading_times: list[float] = []
         self.checkpoint_seconds_since_last_log = 0.0
         self.validation_seconds_since_last_log = 0.0
-        self.start_step = 0
+        self._begin(0)
 
     @property
     def start_step(self) -> int:
-        """The step this process continues from, 0 for a new run; setting it starts the clock."""
+        """The step this process goes on after, 0 for a new run; setting it starts the clock.
+
+        If steps are left, it also opens TensorBoard and W&B, which need to know it. Collective.
+        """
         return self._start_step
 
     @start_step.setter
     def start_step(self, step: int) -> None:
+        self._begin(step)
+        if self.total_steps is None or step < self.total_steps:
+            self._open_loggers()
+
+    def _begin(self, step: int) -> None:
         self._start_step = self._last_step = step
         self._last_log_seconds = time.perf_counter()
-        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_POINTS)
+        self._pace = console.Pace()
+
+    def _open_loggers(self) -> None:
+        wants_any = self.config.enable_tensorboard or self.config.enable_wandb
+        if self._is_open or not wants_any:
+            return
+        self._is_open = True
+        config, places, speaks = self.config, self._places, self._rank == self._logging_rank
+        path = continuation.record_path(places.dump_folder, places.replica)
+        record = continuation.record_of_start(path, self._start_step)
+        identity: dict[str, Any] = {}
+        folder = os.path.join(places.dump_folder, config.save_tb_folder)
+        if config.enable_tensorboard:
+            name = continuation.tensorboard_folder(record, folder)
+            if config.save_for_all_ranks:
+                name = continuation.agreed_name(name, self._logging_rank)
+            record = dataclasses.replace(record, tensorboard=name)
+            folder = os.path.join(folder, name)
+        if config.enable_wandb and speaks:
+            record, identity = continuation.wandb_identity(record, os.environ)
+        if speaks:
+            continuation.write_record(path, record)
+        if config.enable_tensorboard and (config.save_for_all_ranks or speaks):
+            self._open_tensorboard(folder)
+        if config.enable_wandb and speaks:
+            wandb = wandb_logger.WandBLogger(
+                places.dump_folder,
+                places.config_dict,
+                places.tag,
+                identity=identity,
+                start_step=self._start_step,
+            )
+            self.logger.add_logger(wandb)
+
+    def _open_tensorboard(self, folder: str) -> None:
+        places = self._places
+        parts = [] if places.replica is None else [f"replica_{places.replica}"]
+        parts += [f"rank_{self._rank}"] if self.config.save_for_all_ranks else []
+        folder = os.path.join(folder, *parts)
+        # Also for a new run: another start of the same minute may have written to the folder.
+        purge_step = self._start_step + 1
+        self.logger.add_logger(
+            TensorBoardLogger(folder, places.tag, places.config_dict, purge_step=purge_step)
+        )
+        if self._rank == self._logging_rank:
+            after = f", after step {self._start_step}" if self._start_step else ""
+            logger.info(f"TensorBoard: writing to {folder}{after}")
 
     def should_log(self, step: int) -> bool:
         """True for the first step, every ``log_freq``-th one, and the last one of the run."""
@@ -241,6 +224,7 @@ class MetricsProcessor(Configurable):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Say how training went since the last call, and start counting anew."""
+        self._open_loggers()
         now = time.perf_counter()
         seconds = max(now - self._last_log_seconds, 1e-9)
         # Validation has a line of its own; checkpoints are part of what training costs.
@@ -259,9 +243,17 @@ class MetricsProcessor(Configurable):
             **memory.metrics,
             **(extra_metrics or {}),
         }
-        self.logger.log(metrics, step)
-        self._pace.append((step, now))
-        self._print_line(step, metrics, memory.summary)
+        self._hand_on(metrics, step)
+        self._pace.add(step, now)
+        if self._rank == self._logging_rank:
+            line = console.training_line(
+                self._step_text(step),
+                metrics,
+                memory=memory.summary,
+                seconds_left=self._pace.seconds_left(self.total_steps),
+                color=self.color,
+            )
+            logger.info(line)
 
         self._last_step, self._last_log_seconds = step, now
         self.ntokens_since_last_log = 0
@@ -274,26 +266,28 @@ class MetricsProcessor(Configurable):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         """Say how a validation went; the counts of the training stay as they are."""
+        self._open_loggers()
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {"validation_metrics/loss": loss, **(extra_metrics or {})}
-        self.logger.log(metrics, step)
-        if not self._is_logging_rank:
-            return
-        color = self.color
-        parts = [
-            f"{color.yellow}validation step: {self._step_text(step)}",
-            f"{color.green}loss: {loss:.5f}",
-            f"{color.turquoise}memory: {memory.summary}",
-        ]
-        if "validation_metrics/throughput(tps)" in metrics:
-            parts.append(
-                f"{color.blue}tps: {round(metrics['validation_metrics/throughput(tps)']):,}"
+        self._hand_on(metrics, step)
+        if self._rank == self._logging_rank:
+            logger.info(
+                console.validation_line(
+                    self._step_text(step), metrics, memory=memory.summary, color=self.color
+                )
             )
-        logger.info("  ".join(parts) + color.reset)
 
     def close(self) -> None:
         """Write out everything; nothing may be logged afterwards."""
         self.logger.close()
+
+    def _hand_on(self, metrics: dict[str, Any], step: int) -> None:
+        self.logger.log(metrics, step)
+        own = metrics
+        if self._rank != self._logging_rank:
+            # One source for each number: under pipelining other ranks do not even know the loss.
+            own = {name: metrics[name] for name in metrics if not name.startswith(_OF_THE_RUN)}
+        sl.log_trace_scalar(own)
 
     def _flops_metrics(self, tps: float) -> dict[str, float]:
         if self.num_flops_per_token <= 0:
@@ -311,58 +305,24 @@ class MetricsProcessor(Configurable):
             "time_metrics/data_loading(s)": sum(loading) / len(loading) if loading else 0.0,
             "time_metrics/data_loading(%)": 100 * sum(loading) / seconds,
             "time_metrics/checkpoint(s)": self.checkpoint_seconds_since_last_log,
+            "time_metrics/checkpoint(%)": 100 * self.checkpoint_seconds_since_last_log / seconds,
         }
         if self.validation_seconds_since_last_log > 0:
             metrics["time_metrics/validation(s)"] = self.validation_seconds_since_last_log
         return metrics
 
-    def _print_line(self, step: int, metrics: dict[str, Any], memory_summary: str) -> None:
-        if not self._is_logging_rank:
-            return
-        color = self.color
-        parts = [
-            f"{color.red}step: {self._step_text(step)}",
-            f"{color.green}loss: {metrics['loss_metrics/global_avg_loss']:.5f}",
-            f"{color.orange}grad_norm: {metrics['grad_norm']:.4f}",
-            f"{color.turquoise}memory: {memory_summary}",
-            f"{color.blue}tps: {round(metrics['throughput(tps)']):,}",
-        ]
-        if "tflops" in metrics:
-            parts.append(f"{color.cyan}tflops: {metrics['tflops']:.2f}")
-        if "mfu(%)" in metrics:
-            parts.append(f"{color.magenta}mfu: {metrics['mfu(%)']:.2f}%")
-        left = self._seconds_left()
-        if left is not None:
-            parts.append(f"{color.reset}left: {format_duration(left)}")
-        logger.info("  ".join(parts) + color.reset)
-
     def _step_text(self, step: int) -> str:
         return str(step) if self.total_steps is None else f"{step}/{self.total_steps}"
 
-    def _seconds_left(self) -> float | None:
-        """None until two log lines lie between which steps can be timed.
 
-        The steps before the first line do not count: they include the warm-up of this process.
-        """
-        if self.total_steps is None or len(self._pace) < 2:
-            return None
-        (first_step, first_seconds), (step, seconds) = self._pace[0], self._pace[-1]
-        if step <= first_step:
-            return None
-        seconds_per_step = (seconds - first_seconds) / (step - first_step)
-        return max(self.total_steps - step, 0) * seconds_per_step
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Places:
+    """Where the metrics of a run go, and under which names."""
 
-
-def format_duration(seconds: float) -> str:
-    """``seconds`` in its two largest units, such as ``1m 23s`` or ``2d 03h``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02d}h"
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+    dump_folder: str
+    replica: int | None
+    config_dict: dict[str, Any] | None
+    tag: str | None
 
 
 def _logging_rank(parallel_dims: ParallelDims, pp_schedule: str) -> int:

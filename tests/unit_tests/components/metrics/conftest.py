@@ -1,0 +1,5 @@
+"""The logger fixture for the numbers that go to the structured log."""
+
+from tests.unit_tests.observability.fixtures import fresh_structured_logger
+
+__all__ = ["fresh_structured_logger"]
