@@ -51,6 +51,8 @@ class SaveReport:
             if error is None:
                 self._succeeded("async")
             else:
+                if self._is_speaker:
+                    sl.log_trace_scalar({"checkpoint/step": self.step, "checkpoint/failed": 1})
                 logger.error(
                     f"The background save of step {self.step} to {self.path} failed: {cause_of(error)}. "
                     "Training goes on; the next save or the end of the run raises this."
@@ -62,18 +64,30 @@ class SaveReport:
 
     def _succeeded(self, mode: str) -> None:
         seconds = time.monotonic() - self._dispatched_at
+        durable_seconds = time.monotonic() - self._started_at
         sl.log_trace_scalar({_SCALAR.format(mode=mode): seconds * 1000.0})
         if not self._is_speaker:
             return
+        size_bytes = self._size_bytes()
+        size = "unknown size" if size_bytes is None else f"{size_bytes / 2**20:.1f} MiB"
         waited = f", training waited {self._blocked_seconds:.2f} s" if self._background else ""
         logger.info(
-            f"Saved checkpoint of step {self.step}: {self._size()} in {seconds:.2f} s{waited} "
-            f"({self.path})"
+            f"Saved checkpoint of step {self.step}: {size} in {seconds:.2f} s{waited} ({self.path})"
         )
+        # The step of the save comes first and marks the others as its own: by now training is at
+        # another step. All of them come from this thread, one after the other.
+        blocked_seconds = self._blocked_seconds if self._background else durable_seconds
+        scalars: dict[str, int | float] = {
+            "checkpoint/step": self.step,
+            "checkpoint/blocked(s)": blocked_seconds,
+            "checkpoint/durable(s)": durable_seconds,
+        }
+        if size_bytes is not None:
+            scalars["checkpoint/size(MiB)"] = size_bytes / 2**20
+        sl.log_trace_scalar(scalars)
 
-    def _size(self) -> str:
+    def _size_bytes(self) -> int | None:
         try:
-            mebibytes = self._storage.size_bytes(self.path) / 2**20
+            return self._storage.size_bytes(self.path)
         except OSError:
-            return "unknown size"
-        return f"{mebibytes:.1f} MiB"
+            return None

@@ -34,9 +34,16 @@ def test_whoever_is_first_reports_and_the_others_are_silent() -> None:
         for thread in threads:
             thread.join()
     logger.info.assert_called_once()
-    ((scalars,),) = [call.args for call in sl.log_trace_scalar.call_args_list]
-    ((name, value),) = scalars.items()
-    assert name == SCALAR.format("async") and value >= 0
+    (duration,), (others,) = [call.args for call in sl.log_trace_scalar.call_args_list]
+    assert list(duration) == [SCALAR.format("async")]
+    # The step first: it tells a reader whose values follow.
+    assert list(others) == [
+        "checkpoint/step",
+        "checkpoint/blocked(s)",
+        "checkpoint/durable(s)",
+        "checkpoint/size(MiB)",
+    ]
+    assert others["checkpoint/step"] == 7 and min(*duration.values(), *others.values()) >= 0
 
 
 def test_a_failure_names_step_path_and_error_and_counts_no_time() -> None:
@@ -45,20 +52,25 @@ def test_a_failure_names_step_path_and_error_and_counts_no_time() -> None:
     (text,) = logger.error.call_args.args
     assert "step 7" in text and "/run/step-7" in text and "disk full" in text
     logger.info.assert_not_called()
-    sl.log_trace_scalar.assert_not_called()
+    sl.log_trace_scalar.assert_called_once_with({"checkpoint/step": 7, "checkpoint/failed": 1})
 
 
 @pytest.mark.parametrize("is_speaker", [True, False])
 def test_every_rank_measures_and_one_speaks(is_speaker: bool) -> None:
     with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl") as sl:
         report(background=False, is_speaker=is_speaker).completed_now()
-    assert list(sl.log_trace_scalar.call_args.args[0]) == [SCALAR.format("sync")]
+    first, *others = [call.args[0] for call in sl.log_trace_scalar.call_args_list]
+    assert list(first) == [SCALAR.format("sync")]
+    assert len(others) == int(is_speaker)
+    for scalars in others:
+        assert scalars["checkpoint/blocked(s)"] == scalars["checkpoint/durable(s)"]
     assert logger.info.call_count == int(is_speaker)
 
 
 def test_a_checkpoint_that_is_gone_already_has_no_size_and_is_no_error() -> None:
     one = report()
     with patch.object(one._storage, "size_bytes", side_effect=FileNotFoundError("gone")):
-        with patch.object(save_report, "logger") as logger:
+        with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl") as sl:
             one.completed(finished())
     assert "unknown size" in logger.info.call_args.args[0]
+    assert "checkpoint/size(MiB)" not in sl.log_trace_scalar.call_args.args[0]
