@@ -125,8 +125,11 @@ class CrossEntropyLoss(BaseLoss):
         self._global_vocab_size = config.global_vocab_size
 
     def compute(self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> LossOutput:
-        return cross_entropy_loss(pred, labels, global_vocab_size=self._global_vocab_size), {}
+        # A shared vocabulary is one of collectives, of which a compiler makes nothing better.
+        function = cross_entropy_loss if isinstance(pred, DTensor) else self._compiled
+        return function(pred, labels, global_vocab_size=self._global_vocab_size), {}
 
+        self._compiled = compiled(cross_entropy_loss, compile_config)
 
 class MSELoss(BaseLoss):
     """Squared distance of predictions and labels of one shape."""
@@ -136,8 +139,12 @@ class MSELoss(BaseLoss):
         pass
 
     def compute(self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> LossOutput:
-        return mse_loss(pred, labels), {}
+        return self._compiled(pred, labels), {}
 
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
+        super().__init__(config, compile_config=compile_config)
+        self._compiled = compiled(mse_loss, compile_config)
 
 class GradAccumulator:
     """Collect the gradients of equal chunks, in order, into one tensor like ``reference``.

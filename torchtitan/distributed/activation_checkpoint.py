@@ -25,7 +25,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan.config import Configurable
 from torchtitan.config.violations import reject
-from torchtitan.tools.logging import logger
 
 # By name, because several exist only on some builds of torch or after an import that a CPU has no use for.
 _SAVED_OPS = (
@@ -79,7 +78,6 @@ class ActivationCheckpointing(ABC, Configurable):
                 **context_fn_of(block),
             )
             layers.register_module(name, wrapped)
-        logger.info("%s on %d blocks", type(self).__name__, len(list(layers.children())))
 
 
 class FullAC(ActivationCheckpointing):
@@ -179,7 +177,6 @@ class MemoryBudgetAC(ActivationCheckpointing):
             os.makedirs(folder, exist_ok=True)
             functorch_config.memory_budget_pareto_dir = folder
             functorch_config.visualize_memory_budget_pareto = True
-        logger.info("MemoryBudgetAC with a budget of %.2f", self._memory_budget)
 
 
 ActivationCheckpointingConfig = (

@@ -15,6 +15,7 @@ from torchtitan.config.recipes import CommandLineError
 from torchtitan.config.violations import exit_with
 from torchtitan.preflight.availability import not_available, without_effect
 from torchtitan.preflight.checkpoint import checkpoint_problems
+from torchtitan.preflight.compiler import compiler_problems
 from torchtitan.preflight.data import data_problems
 from torchtitan.preflight.folders import folder_problems
 from torchtitan.preflight.model import fit, model_problems
@@ -60,6 +61,7 @@ def problems(config: Trainer.Config, world_size: int | None) -> list[str]:
     if world_size is not None:
         found += layout_problems(config, world_size)
         found += batch_problems(config, world_size)
+    found += compiler_problems(config.compile)
     found += model_problems(config)
     found += data_problems(config)
     found += folder_problems(config)

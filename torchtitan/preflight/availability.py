@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from torchtitan.config import CompileConfig
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 _DEGREES = {
-    "data_parallel_replicate_degree": "replicating the model",
     "tensor_parallel_degree": "tensor parallelism",
     "pipeline_parallel_degree": "pipeline parallelism",
     "context_parallel_degree": "context parallelism",
@@ -24,7 +24,6 @@ _DEGREES = {
 # Details of what is not available: section, what it belongs to, fields. The schedule is missing on
 # purpose: recipes choose one for the day it counts.
 _DETAILS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("compile", "compilation", ("backend", "components")),
     ("parallelism", "tensor parallelism", ("enable_sequence_parallel",)),
     (
         "parallelism",
@@ -51,10 +50,9 @@ def not_available(config: Trainer.Config) -> Iterator[str]:
         if (degree := getattr(parallelism, name)) > 1:
             yield (
                 f"--parallelism.{name} {degree}: {meaning} is not available yet; leave it at 1. "
-                "All ranks then shard the model between them."
+                "The other degrees then divide the ranks."
             )
     unavailable = {
-        "--compile.enable": config.compile.enable,
         "--compile.enable-async-tensor-parallel": config.compile.enable_async_tensor_parallel,
         "--parallelism.enable-fsdp-symm-mem": parallelism.enable_fsdp_symm_mem,
         "--parallelism.num-pp-microbatches": parallelism.num_pp_microbatches > 1,
@@ -108,6 +106,7 @@ def _remote(config: Trainer.Config) -> Iterator[str]:
 
 def without_effect(config: Trainer.Config) -> Iterator[str]:
     """Settings that were changed although what they belong to is off or does not exist."""
+    yield from _waiting_for_compile(config.compile)
     for section, feature, names in _DETAILS:
         chosen = getattr(config, section)
         for name in names:
@@ -137,6 +136,12 @@ def without_effect(config: Trainer.Config) -> Iterator[str]:
             f"--checkpoint.export_dtype {export} has no effect, because the last save is a full "
             "checkpoint in the dtypes of the run; add --checkpoint.last_save_model_only."
         )
+
+
+def _waiting_for_compile(chosen: CompileConfig) -> Iterator[str]:
+    for name in () if chosen.enable else ("backend", "components"):
+        if (value := getattr(chosen, name)) != _default(chosen, name):
+            yield f"--compile.{name} {value} has no effect without --compile.enable; add it."
 
 
 def _default(config: Any, name: str) -> Any:

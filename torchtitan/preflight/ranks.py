@@ -55,13 +55,21 @@ def layout_problems(config: Trainer.Config, world_size: int) -> list[str]:
 
 
 def batch_problems(config: Trainer.Config, world_size: int) -> list[str]:
-    """A batch that does not divide among ``world_size`` ranks, which all read other rows."""
-    training = config.training
+    """A batch that does not divide among those of the ``world_size`` ranks that read other rows."""
+    training, parallelism = config.training, config.parallelism
     wanted = training.num_tokens_per_train_step
     if training.num_tokens_per_microbatch_per_dp_rank <= 0 or (wanted != -1 and wanted <= 0):
         return []  # reported as a violation of that field already
+    # Ranks that share matrices, rows or layers work on the same rows.
+    sharing = (
+        parallelism.tensor_parallel_degree
+        * parallelism.context_parallel_degree
+        * parallelism.pipeline_parallel_degree
+    )
+    if sharing < 1 or world_size % sharing:
+        return []  # reported as a layout that does not fit
     try:
-        assembly.batch_sizes(training, world_size)
+        assembly.batch_sizes(training, world_size // sharing)
     except ValueError as error:
         return [str(error)]
     return []

@@ -48,9 +48,10 @@ def test_violations_of_fields_in_different_sections_come_in_one_message(
 def test_broken_fields_and_broken_combinations_come_in_one_message(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    flags = ["--checkpoint.interval=0", "--training.max_context_length=0", "--compile.enable"]
+    async_tp = ["--compile.enable", "--compile.enable_async_tensor_parallel"]
+    flags = ["--checkpoint.interval=0", "--training.max_context_length=0", *async_tp]
     message = message_of([*RECIPE, *flags, f"--hf_assets_path={tmp_path}"], capsys)
-    for part in ("interval", "max_context_length", "--compile.enable", str(tmp_path)):
+    for part in ("interval", "max_context_length", async_tp[1].replace("_", "-"), str(tmp_path)):
         assert part in message
     assert message.startswith("4 settings cannot be used")
 
@@ -106,8 +107,6 @@ def test_an_unknown_flag_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str
         "--parallelism.pipeline_parallel_degree 2",
         "--parallelism.context_parallel_degree 2",
         "--parallelism.expert_parallel_degree 2",
-        "--parallelism.data_parallel_replicate_degree 2",
-        "--compile.enable",
         "--parallelism.num_pp_microbatches 4",
         "--debug.moe_force_load_balance",
         "--checkpoint.last_save_in_hf --checkpoint.last_save_model_only",

@@ -48,8 +48,16 @@ REFUSED: list[tuple[str, list[str]]] = [
         ["'torchtitan.config.override.nope'", "not a registered override"],
     ),
     ("--training.no-disable-cuda-graphs", ["--training.no-disable-cuda-graphs", "CUDA graphs"]),
-    ("--compile.backend eager", ["--compile.backend eager", "compilation is not available"]),
-    ("--compile.components loss", ["--compile.components ['loss']", "at ['model', 'loss']"]),
+    ("--compile.backend eager", ["--compile.backend eager", "without --compile.enable"]),
+    ("--compile.components loss", ["--compile.components ['loss']", "without --compile.enable"]),
+    (
+        "--compile.enable --compile.backend nope",
+        ["--compile.backend nope is no back end", "inductor, aot_eager, eager"],
+    ),
+    (
+        "--compile.enable --compile.backend eager --compile.components model,attention,blocks",
+        ["--compile.components names attention, blocks,", "choose from loss, model"],
+    ),
     (
         "--parallelism.pipeline-parallel-layers-per-stage 2",
         ["layers_per_stage 2 has no effect", "pipeline parallelism is not available"],

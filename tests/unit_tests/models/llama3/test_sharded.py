@@ -1,8 +1,5 @@
 """What must not change when a model is cut into shards: its weights, its outputs, its checkpoints."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -210,7 +207,7 @@ def test_without_activation_checkpointing_blocks_stay_bare(monkeypatch: pytest.M
     )
     monkeypatch.setattr("torchtitan.models.llama3.parallelize.resolve_fsdp_mesh", lambda dims: dims)
     model = small_config().build()
-    dims: Any = SimpleNamespace(pp_enabled=False)
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1)
     returned = parallelize_llama(
         model,
         parallel_dims=dims,
