@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config import CompileConfig, Configurable
 from torchtitan.config.violations import reject
+from torchtitan.distributed.compile import compiled
 
 __all__ = [
     "BaseLoss",

@@ -1,6 +1,6 @@
 """Fit a Llama 3 model, still on the meta device, to the ranks of the job.
 
-model on meta -> activation checkpointing -> FSDP -> to_empty -> init_weights
+model on meta -> activation checkpointing -> compile -> FSDP -> to_empty -> init_weights
 """
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TORCH_DTYPE_MAP, TrainingConfig
@@ -8,6 +8,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile, is_compiled
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, resolve_fsdp_mesh
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.summary import summary
 from torchtitan.models.llama3.model import Llama3Model
 
 
