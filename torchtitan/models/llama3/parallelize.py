@@ -3,16 +3,21 @@
 model on meta -> activation checkpointing -> compile -> FSDP -> to_empty -> init_weights
 """
 
-from torchtitan.config import CompileConfig, ParallelismConfig, TORCH_DTYPE_MAP, TrainingConfig
+from torchtitan.config import (
+    CompileConfig,
+    ParallelismConfig,
+    TORCH_DTYPE_MAP,
+    TrainingConfig,
+)
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile, is_compiled
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, resolve_fsdp_mesh
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.summary import summary
 from torchtitan.models.llama3.model import Llama3Model
-
-
 from torchtitan.tools.logging import logger
+
+
 def parallelize_llama(
     model: Llama3Model,
     *,
@@ -26,6 +31,8 @@ def parallelize_llama(
     """Wrap and shard ``model`` in place and return it; None for ``ac_config`` keeps all activations."""
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
+    if is_compiled(compile_config, "model"):
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     # On a single rank too: it is FSDP that brings mixed precision.
     apply_fsdp_to_decoder(
         model,
@@ -34,10 +41,8 @@ def parallelize_llama(
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         pp_enabled=parallel_dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
-    if is_compiled(compile_config, "model"):
-        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
-    return model
     logger.info(summary(parallel_dims, parallelism, ac_config, compile_config))
+    return model
