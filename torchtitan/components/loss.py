@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
 from torchtitan.config import CompileConfig, Configurable
 from torchtitan.config.violations import reject
 from torchtitan.distributed.compile import compiled
@@ -58,9 +59,7 @@ def cross_entropy_loss(
     """
     if global_vocab_size is not None and pred.shape[-1] != global_vocab_size:
         raise ValueError(_other_vocabulary(global_vocab_size, pred.shape[-1]))
-    return F.cross_entropy(
-        pred.float(), labels, reduction="sum", ignore_index=IGNORE_INDEX
-    )
+    return F.cross_entropy(pred.float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def _other_vocabulary(asked: int | None, found: int) -> str:
@@ -84,24 +83,18 @@ class BaseLoss(ABC, Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        def check(
-            self, *, num_tokens_per_batch: int, vocab_size: int | None
-        ) -> list[str]:
+        def check(self, *, num_tokens_per_batch: int, vocab_size: int | None) -> list[str]:
             """What does not fit a microbatch or a model of these sizes, one message each.
 
             ``vocab_size`` None is a model that does not tell.
             """
             return []
 
-    def __init__(
-        self, config: Config, *, compile_config: CompileConfig | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         self.config = config
 
     @abstractmethod
-    def compute(
-        self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any
-    ) -> LossOutput:
+    def compute(self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> LossOutput:
         """The sum over the tokens of this microbatch, and metrics that are sums as well."""
 
     def __call__(
@@ -112,9 +105,7 @@ class BaseLoss(ABC, Configurable):
         **kwargs: Any,
     ) -> LossOutput:
         loss, metrics = self.compute(pred, labels, **kwargs)
-        return (
-            loss if global_valid_tokens is None else loss / global_valid_tokens
-        ), metrics
+        return (loss if global_valid_tokens is None else loss / global_valid_tokens), metrics
 
 
 class CrossEntropyLoss(BaseLoss):
@@ -125,23 +116,17 @@ class CrossEntropyLoss(BaseLoss):
         global_vocab_size: int | None = None
         """Size of the vocabulary that the model must predict; None accepts any."""
 
-        def check(
-            self, *, num_tokens_per_batch: int, vocab_size: int | None
-        ) -> list[str]:
+        def check(self, *, num_tokens_per_batch: int, vocab_size: int | None) -> list[str]:
             if self.global_vocab_size in (None, vocab_size) or vocab_size is None:
                 return []
             return [_other_vocabulary(self.global_vocab_size, vocab_size)]
 
-    def __init__(
-        self, config: Config, *, compile_config: CompileConfig | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
         self._global_vocab_size = config.global_vocab_size
         self._compiled = compiled(cross_entropy_loss, compile_config)
 
-    def compute(
-        self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any
-    ) -> LossOutput:
+    def compute(self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> LossOutput:
         # A shared vocabulary is one of collectives, of which a compiler makes nothing better.
         function = cross_entropy_loss if isinstance(pred, DTensor) else self._compiled
         return function(pred, labels, global_vocab_size=self._global_vocab_size), {}
@@ -154,15 +139,11 @@ class MSELoss(BaseLoss):
     class Config(BaseLoss.Config):
         pass
 
-    def __init__(
-        self, config: Config, *, compile_config: CompileConfig | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
         self._compiled = compiled(mse_loss, compile_config)
 
-    def compute(
-        self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any
-    ) -> LossOutput:
+    def compute(self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> LossOutput:
         return self._compiled(pred, labels), {}
 
 
@@ -174,12 +155,7 @@ class GradAccumulator:
     """
 
     def __init__(
-        self,
-        reference: torch.Tensor,
-        *,
-        num_chunks: int,
-        seq_dim: int = 0,
-        dtype: torch.dtype,
+        self, reference: torch.Tensor, *, num_chunks: int, seq_dim: int = 0, dtype: torch.dtype
     ) -> None:
         self._placements = _placements(reference)
         local = reference.to_local() if isinstance(reference, DTensor) else reference
@@ -248,9 +224,7 @@ class ChunkedLossWrapper(BaseLoss):
             if self.num_chunks <= 0:
                 reject(f"loss.num_chunks is {self.num_chunks}; it must be 1 or more.")
 
-        def check(
-            self, *, num_tokens_per_batch: int, vocab_size: int | None
-        ) -> list[str]:
+        def check(self, *, num_tokens_per_batch: int, vocab_size: int | None) -> list[str]:
             found = self.loss_fn.check(
                 num_tokens_per_batch=num_tokens_per_batch, vocab_size=vocab_size
             )
@@ -258,9 +232,7 @@ class ChunkedLossWrapper(BaseLoss):
                 found.append(_uneven_chunks(self.num_chunks, num_tokens_per_batch))
             return found
 
-    def __init__(
-        self, config: Config, *, compile_config: CompileConfig | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         super().__init__(config, compile_config=compile_config)
         self._num_chunks = config.num_chunks
         self._loss_fn: BaseLoss = config.loss_fn.build(compile_config=compile_config)
@@ -279,13 +251,9 @@ class ChunkedLossWrapper(BaseLoss):
     ) -> LossOutput:
         # Divided inside of each chunk, in float32: dividing finished bfloat16 gradients would round
         # each of them once more.
-        return self.compute(
-            pred, labels, global_valid_tokens=global_valid_tokens, **kwargs
-        )
+        return self.compute(pred, labels, global_valid_tokens=global_valid_tokens, **kwargs)
 
-    def compute(
-        self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any
-    ) -> LossOutput:
+    def compute(self, pred: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> LossOutput:
         lm_head = self._lm_head
         if lm_head is None:
             raise RuntimeError(
@@ -303,9 +271,7 @@ class ChunkedLossWrapper(BaseLoss):
                 pred = pred.to(params[0].dtype)
             chunk_loss = functools.partial(self._chunk_loss, project, metrics, kwargs)
             if torch.is_grad_enabled() and (params or pred.requires_grad):
-                loss = _ChunkedLoss.apply(
-                    chunk_loss, self._num_chunks, labels, pred, *params
-                )
+                loss = _ChunkedLoss.apply(chunk_loss, self._num_chunks, labels, pred, *params)
             else:
                 pairs = _chunks(pred, labels, self._num_chunks)
                 loss = torch.stack([chunk_loss(*pair) for pair in pairs]).sum()
@@ -348,9 +314,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.wants_hidden = ctx.needs_input_grad[3]
         ctx.is_used = False
-        hidden_grad = GradAccumulator(
-            hidden_TD, num_chunks=num_chunks, dtype=hidden_TD.dtype
-        )
+        hidden_grad = GradAccumulator(hidden_TD, num_chunks=num_chunks, dtype=hidden_TD.dtype)
         param_grads: list[torch.Tensor] = []
         losses: list[torch.Tensor] = []
         for chunk_TD, chunk_labels in _chunks(hidden_TD, labels, num_chunks):
@@ -371,9 +335,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     # torch declares it for any number of gradients; this function has one output.
-    def backward(
-        ctx: Any, grad_loss: torch.Tensor
-    ) -> Any:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         if ctx.is_used:
             raise RuntimeError(
                 "backward() went through a chunked loss twice, but its gradients are kept for one pass "
@@ -392,9 +354,7 @@ def _chunks(
 
 
 @contextmanager
-def _whole_parameters(
-    lm_head: nn.Module,
-) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
+def _whole_parameters(lm_head: nn.Module) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
     """Give a way to apply ``lm_head`` any number of times while its parameters are whole.
 
     FSDP's hooks would gather the parameters for each chunk and free them after it. They also count calls:
