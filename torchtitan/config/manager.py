@@ -4,7 +4,7 @@
 setting of it: the command line wins over the recipe. All settings that cannot be used are
 reported together.
 
-    args -> early flags (--module, --config) -> recipe() -> tyro (all other flags) -> checks -> config
+    args -> early flags (--module, --config, ...) -> recipe() -> tyro (all other flags) -> checks -> config
 
 Print the config that a command line leads to:
 
@@ -17,13 +17,15 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from typing import Any, get_type_hints
 
 import tyro
 
+from torchtitan.config.backends import backend_flag, CHECKPOINT_BACKENDS
 from torchtitan.config.configs import OverrideImport
 from torchtitan.config.configurable import to_plain
+from torchtitan.config.early_flags import EarlyFlag, take_early_flags
 from torchtitan.config.override import format_cli_imports, parse_cli_imports
 from torchtitan.config.recipes import (
     CommandLineError,
@@ -73,23 +75,6 @@ def _override_list_rule(
     )
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EarlyFlag:
-    """A flag that is read before the recipe's config exists, because it decides what that config is."""
-
-    name: str
-    """With dashes and dots, as typed: ``--module``."""
-
-    metavar: str
-    """What the help shows for the value."""
-
-    help: str
-    """One line for the help."""
-
-    change: Callable[[Any, str], Any] | None = None
-    """Given the recipe's config and the value, returns the config that the other flags apply to."""
-
-
 EARLY_FLAGS: tuple[EarlyFlag, ...] = (
     EarlyFlag(
         name="--module",
@@ -97,7 +82,13 @@ EARLY_FLAGS: tuple[EarlyFlag, ...] = (
         help="where the recipe is: a short name, or an importable module or package",
     ),
     EarlyFlag(name="--config", metavar="FUNCTION", help="the recipe: a function in that module"),
+    backend_flag(
+        "checkpoint",
+        CHECKPOINT_BACKENDS,
+        help="what reads and writes checkpoints; without it the recipe's choice",
+    ),
 )
+"""The flags that decide what the config of a run is, in the order of the help."""
 
 
 class ConfigManager:
@@ -121,9 +112,7 @@ class ConfigManager:
         ``--config`` does not lead to a recipe; what the recipe itself raises passes through. Everything else
         that is wrong is printed and ends in ``SystemExit(2)``, ``--help`` in ``SystemExit(0)``.
         """
-        values, rest = _take_early_flags(
-            self._early_flags, sys.argv[1:] if args is None else list(args)
-        )
+        values, rest = take_early_flags(self._early_flags, sys.argv[1:] if args is None else args)
         module_name, recipe_name = values.get("--module"), values.get("--config")
         if (module_name is None or recipe_name is None) and {"-h", "--help"} & set(rest):
             self._print_short_help(module_name)
@@ -141,25 +130,30 @@ class ConfigManager:
         recipe = RecipeModule(module_name).recipe(recipe_name)
         # Only what holds in the end counts: a flag may mend a setting of the recipe.
         with collecting():
-            config = self._run_recipe(recipe, recipe_name, values)
+            config = self._run_recipe(recipe, recipe_name)
+            with collecting() as refused:
+                config = self._change(config, values, rest)
             config = self._parse_with_tyro(config, rest, values)
-        found = [*_violations(config), *(self._checks(config) if self._checks else ())]
+        found = [*refused, *_violations(config), *(self._checks(config) if self._checks else ())]
         if found:
             exit_with(list(dict.fromkeys(found)))
         self.config = config
         self._validate_config()
         return config
 
-    def _run_recipe(self, recipe: Callable[[], Any], name: str, values: Mapping[str, str]) -> Any:
+    def _run_recipe(self, recipe: Callable[[], Any], name: str) -> Any:
         config = recipe()
         if isinstance(config, type) or not is_dataclass(config):
             raise CommandLineValueError(
                 f"--config {name} returned {type(config).__name__}, not a config (an instance of a dataclass). "
                 "Name a function that returns the config of a run."
             )
+        return config
+
+    def _change(self, config: Any, values: Mapping[str, str], args: Sequence[str]) -> Any:
         for flag in self._early_flags:
             if flag.change is not None and flag.name in values:
-                config = flag.change(config, values[flag.name])
+                config = flag.change(config, values[flag.name], args)
         return config
 
     def _parse_with_tyro(self, config: Any, args: list[str], values: Mapping[str, str]) -> Any:
@@ -227,32 +221,6 @@ class ConfigManager:
             stacklevel=2,
         )
         return _merge(base, custom)
-
-
-def _take_early_flags(
-    flags: Sequence[EarlyFlag], args: list[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Split ``args`` into the values of ``flags`` and the rest; of a repeated flag the last one counts."""
-    names = {_spelling(flag.name): flag.name for flag in flags}
-    values: dict[str, str] = {}
-    rest: list[str] = []
-    remaining = iter(args)
-    for arg in remaining:
-        typed, equals, value = arg.partition("=")
-        name = names.get(_spelling(typed))
-        if name is None:
-            rest.append(arg)
-            continue
-        if not equals:
-            value = next(remaining, "")
-        if not value or value.startswith("--"):
-            raise CommandLineValueError(f"{name} requires a value")
-        values[name] = value
-    return values, rest
-
-
-def _spelling(flag: str) -> str:
-    return flag.replace("_", "-")
 
 
 def _program() -> str:

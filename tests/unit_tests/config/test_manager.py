@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,7 +198,8 @@ def test_help_without_a_recipe_says_how_to_name_one(capsys: pytest.CaptureFixtur
 
 
 def test_another_flag_can_change_the_config_before_the_others_apply():
-    def use_plain_saver(config: Run.Config, value: str) -> Run.Config:
+    def use_plain_saver(config: Run.Config, value: str, args: Sequence[str]) -> Run.Config:
+        assert list(args) == ["--saver.exclude", "a"]
         return replace(config, saver=Saver.Config(interval=int(value)))
 
     flag = EarlyFlag(name="--saver.kind", metavar="N", help="a saver", change=use_plain_saver)

@@ -17,6 +17,7 @@ def test_recipes_are_the_lower_case_callables_that_need_no_argument():
         "broken_inside",
         "in_trouble",
         "no_config",
+        "saving",
         "small",
     ]
 

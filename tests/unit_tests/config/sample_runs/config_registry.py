@@ -101,6 +101,11 @@ def broken_inside() -> Run.Config:
     return replace(small(), hidden=Saver.Config(interval=-1))
 
 
+def saving() -> Run.Config:
+    saver = AsyncSaver.Config(enable=True, interval=7, exclude=["a"], async_mode="async")
+    return replace(small(), saver=saver)
+
+
 def in_trouble() -> Run.Config:
     raise ValueError("trouble of the recipe's own")
 
