@@ -12,9 +12,9 @@ from torchtitan.components.checkpointer import (
     OPTIMIZER,
     TRAIN_STATE,
 )
-from torchtitan.components.checkpointer.dcp_index import DcpStorage, own_folder
+from torchtitan.components.checkpointer.dcp_index import DcpStorage, finder
 from torchtitan.components.checkpointer.errors import CheckpointError
-from torchtitan.components.checkpointer.source import find_source, Request
+from torchtitan.components.checkpointer.source import find_start, Request
 from torchtitan.preflight.folders import write_problem
 from torchtitan.tools import filesystem
 from torchtitan.trainer import Trainer
@@ -132,12 +132,12 @@ def _source_problems(config: Trainer.Config, folder: str) -> Iterator[str]:
         initial_load_in_hf_quantized=checkpoint.initial_load_in_hf_quantized,
         hf_assets_path=config.hf_assets_path,
     )
-    storage = DcpStorage()
+    dcp_finder = finder(DcpStorage(), _STATE_KEYS)
     try:
-        own = own_folder(folder, storage, _STATE_KEYS)
+        own = dcp_finder.look_into(folder)
         if checkpoint.load_step == -1 and own.export_step() >= config.training.steps:
             return  # a finished run, which loads nothing
-        find_source(request, own, storage)
+        find_start(request, own, dcp_finder)
     except (CheckpointError, ValueError) as error:
         yield str(error)
     except OSError as error:

@@ -4,7 +4,7 @@ The public methods own the check for a disabled manager and the trace spans; a m
 certain backend overrides the hooks with an underscore, never the public methods.
 
     save -> _save:  wait for the previous save -> settle history -> retention -> write
-    load -> _load:  _choose_source (rank 0 decides, every rank follows) -> read
+    load -> _load:  _choose_start (rank 0 decides, every rank follows) -> read
 """
 
 import queue
@@ -19,12 +19,12 @@ import torch.distributed
 
 from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
+from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
 from torchtitan.components.checkpointer.history import supersede, supersede_newer
 from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
 from torchtitan.components.checkpointer.schedule import SaveSchedule
 from torchtitan.components.checkpointer.settings import CheckpointSettings, violations
-from torchtitan.components.checkpointer.source import find_source, Request, Source
+from torchtitan.components.checkpointer.source import find_start, Request, Start
 from torchtitan.components.checkpointer.state import (
     DATALOADER,
     LR_SCHEDULER,
@@ -178,7 +178,7 @@ class BaseCheckpointManager(Configurable, ABC):
 
     def newest_checkpoint(self) -> str | None:
         """Path of the checkpoint a restart goes on from, the newest full one, or None."""
-        newest, _ = self._own_folder().newest_full() if self.enable else (None, [])
+        newest = self._own_folder().newest_full()[0] if self.enable else None
         return None if newest is None else self._create_checkpoint_id(newest)
 
     def exported_checkpoint(self) -> str | None:
@@ -230,21 +230,23 @@ class BaseCheckpointManager(Configurable, ABC):
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
         return filesystem.join(folder or self.folder, discovery.step_name(step))
 
-    def _complete_steps(self, folder: str) -> dict[int, str]:
-        return discovery.complete_steps(
-            self._storage, folder, parse=self._parse_step, is_complete=self._is_valid_checkpoint
+    def _finder(self) -> Finder:
+        return Finder(
+            storage=self._storage,
+            parse=self._parse_step,
+            is_complete=self._is_valid_checkpoint,
+            kind_of=self._kind_of,
         )
 
     def _own_folder(self) -> OwnFolder:
-        steps = self._complete_steps(self.folder)
-        return OwnFolder(path=self.folder, step_paths=steps, kind_of=self._kind_of)
+        return self._finder().look_into(self.folder)
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest complete step in ``folder`` (default: the run's own), or -1."""
-        return max(self._complete_steps(folder or self.folder), default=-1)
+        return max(self._finder().complete_steps(folder or self.folder), default=-1)
 
-    def _choose_source(self, step: int) -> Source | None:
-        """What to load; the same on all ranks."""
+    def _choose_start(self, step: int) -> Start:
+        """What to load, and the line to log about it; the same on all ranks."""
         request = Request(
             load_step=step,
             initial_load_path=self.initial_load_path,
@@ -254,13 +256,14 @@ class BaseCheckpointManager(Configurable, ABC):
             hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
         )
 
-        source = rank_zero_decides(lambda: find_source(request, self._own_folder(), self._storage))
+        start = rank_zero_decides(lambda: find_start(request, self._own_folder(), self._finder()))
         # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
         # everything but the step: whatever is beyond then belongs to another history.
         counts_on = TRAIN_STATE not in self.exclude_from_loading
+        source = start.source
         self._loaded_step = source.step or 0 if source is not None and counts_on else 0
         self._history_settled = False
-        return source
+        return start
 
     def _make_ready(
         self,
@@ -296,7 +299,7 @@ class BaseCheckpointManager(Configurable, ABC):
     def _leave_other_history(self) -> list[str]:
         if self._history_settled or self._loaded_step is None:
             return []
-        steps = self._complete_steps(self.folder)
+        steps = self._finder().complete_steps(self.folder)
         return supersede_newer(self._storage, self.folder, steps, than=self._loaded_step)
 
     def _should_purge(self) -> bool:

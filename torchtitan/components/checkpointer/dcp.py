@@ -5,7 +5,7 @@ asynchronous modes DCP's collectives run on a gloo group of their own in a backg
 because on the training group they would interleave with training's and dead-lock.
 
     _save -> _make_ready -> dcp_save -> dcp.save | dcp.async_save -> DurableFileSystemWriter
-    _load -> _choose_source -> dcp_index.require_match -> dcp_load -> dcp.load -> the states
+    _load -> _choose_start -> dcp_index.require_match -> dcp_load -> dcp.load -> the states
 """
 
 import time
@@ -298,11 +298,11 @@ class CheckpointManager(BaseCheckpointManager):
         )
 
     def _load(self, step: int) -> bool:
-        source = self._choose_source(step)
+        start = self._choose_start(step)
+        logger.info(start.line)
+        source = start.source
         if source is None:
-            logger.info("No checkpoint was provided, this is a fresh start.")
             return False
-        logger.info(f"Loading the checkpoint {source.path} ({source.reason}).")
         started_at = time.monotonic()
         states = self._states_to_load(source.model_only)
         if not source.from_hf:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
-from torchtitan.components.checkpointer.discovery import complete_steps, Kind, OwnFolder, parse_step
+from torchtitan.components.checkpointer.discovery import Finder, Kind, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
 from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
 from torchtitan.tools.logging import logger
@@ -98,16 +98,12 @@ def kind_of(storage: CheckpointStorage, checkpoint_id: str, other_keys: Set[str]
     return Kind.FULL if not other_keys or other_keys & saved else Kind.MODEL_ONLY
 
 
-def own_folder(path: str, storage: CheckpointStorage, other_keys: Set[str]) -> OwnFolder:
-    """The DCP checkpoints in ``path``."""
-    return OwnFolder(
-        path=path,
-        step_paths=complete_steps(
-            storage,
-            path,
-            parse=parse_entry,
-            is_complete=lambda checkpoint_id: is_complete(storage, checkpoint_id),
-        ),
+def finder(storage: CheckpointStorage, other_keys: Set[str]) -> Finder:
+    """How checkpoints of DCP are found; ``other_keys`` as for ``kind_of``."""
+    return Finder(
+        storage=storage,
+        parse=parse_entry,
+        is_complete=lambda checkpoint_id: is_complete(storage, checkpoint_id),
         kind_of=lambda checkpoint_id: kind_of(storage, checkpoint_id, other_keys),
     )
 

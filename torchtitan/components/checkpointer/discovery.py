@@ -4,7 +4,7 @@ Names are anchored: ``step-<n>`` without leading zeros is a checkpoint of step n
 ``step-7.bak``, ``tmp_step-7`` or ``step-07`` are somebody else's business. A directory counts only
 once the marker that its writer puts there last is present. This module only reads.
 
-    listdir -> parse_step -> is it a directory with its marker? -> OwnFolder
+    listdir -> parse_step -> is it a directory with its marker? -> OwnFolder -> source.py
 """
 
 import re
@@ -78,7 +78,7 @@ def complete_steps(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnFolder:
-    """The complete checkpoints in a run's own folder."""
+    """What lies in a run's own folder."""
 
     path: str
     step_paths: dict[int, str]
@@ -86,6 +86,12 @@ class OwnFolder:
 
     kind_of: Callable[[str], Kind]
     """Looks into one of them; costs a read of its index, so newest first and no more than needed."""
+
+    unfinished: tuple[str, ...] = ()
+    """Names of directories of ours without their marker: saves that died."""
+
+    foreign: tuple[str, ...] = ()
+    """Names that are not ours; they never count, and nothing touches them."""
 
     def export_step(self) -> int:
         """The newest step if it holds only weights, as the last save of a run may; else -1.
@@ -96,16 +102,53 @@ class OwnFolder:
         is_export = newest > 0 and self.kind_of(self.step_paths[newest]) is Kind.MODEL_ONLY
         return newest if is_export else -1
 
-    def newest_full(self) -> tuple[int | None, list[int]]:
-        """The newest full step, and the steps above it whose index cannot be read.
+    def newest_full(self) -> tuple[int | None, dict[int, Kind]]:
+        """The newest full step, and what the steps above it are instead, newest first.
 
         Step 0 does not count: it is a seed, whatever it holds.
         """
-        unreadable = []
+        passed_over = {}
         for step in sorted(self.step_paths.keys() - {0}, reverse=True):
             kind = self.kind_of(self.step_paths[step])
             if kind is Kind.FULL:
-                return step, unreadable
-            if kind is Kind.UNREADABLE:
-                unreadable.append(step)
-        return None, unreadable
+                return step, passed_over
+            passed_over[step] = kind
+        return None, passed_over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finder:
+    """How the checkpoints of one back end are found."""
+
+    storage: CheckpointStorage
+    parse: Callable[[str], tuple[int, bool] | None]
+    """The step that a name stands for and whether it is a staging name."""
+
+    is_complete: Callable[[str], bool]
+    """Whether the directory holds the marker that its writer puts there last."""
+
+    kind_of: Callable[[str], Kind]
+    """What a complete checkpoint holds."""
+
+    def complete_steps(self, folder: str) -> dict[int, str]:
+        """Paths of the complete checkpoints in ``folder`` by step; none when it does not exist."""
+        return complete_steps(self.storage, folder, parse=self.parse, is_complete=self.is_complete)
+
+    def look_into(self, folder: str) -> OwnFolder:
+        """What lies in ``folder``; nothing when it does not exist."""
+        if not self.storage.isdir(folder):
+            return OwnFolder(path=folder, step_paths={}, kind_of=self.kind_of)
+        ours = find_steps(self.storage, folder, parse=self.parse)
+        names = {path: path.rpartition("/")[2] for _, path, _ in ours}
+        complete = {
+            step: path for step, path, staged in ours if not staged and self.is_complete(path)
+        }
+        foreign = set(self.storage.listdir(folder)) - set(names.values()) - {SUPERSEDED}
+        return OwnFolder(
+            path=folder,
+            step_paths=complete,
+            kind_of=self.kind_of,
+            unfinished=tuple(names[path] for _, path, _ in ours if path not in complete.values()),
+            # Hidden entries belong to the file system (.snapshot, .nfs...) or to editors.
+            foreign=tuple(sorted(name for name in foreign if not name.startswith("."))),
+        )

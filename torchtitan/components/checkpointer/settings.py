@@ -109,11 +109,18 @@ def _numbers(settings: CheckpointSettings) -> Iterator[str]:
             f"checkpoint.timeout_seconds={settings.timeout_seconds} must be greater than 0 seconds; "
             "to wait as good as for ever choose a large one."
         )
-    if settings.load_step < -1:
-        yield (
-            f"checkpoint.load_step={settings.load_step} is not a step: give a step that was saved, "
-            "0 for the seed checkpoint, or -1 for the newest."
-        )
+    if problem := unusable_load_step(settings.load_step):
+        yield problem
+
+
+def unusable_load_step(step: int) -> str | None:
+    """What is wrong with ``step`` as a ``load_step``; None when it may be there."""
+    if step >= -1:
+        return None
+    return (
+        f"checkpoint.load_step={step} is not a step: give a step that was saved, 0 for the seed "
+        "checkpoint, or -1 for the newest."
+    )
 
 
 def _exclusions(excluded: list[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a run loads before its first step. A value; no tensor is read here.
+"""Where a run starts from. A value; no tensor is read here.
 
 The run's own checkpoints come first, because a restarted run must go on rather than begin again;
 what the run was told to begin from counts only while there is nothing of its own.
@@ -6,21 +6,28 @@ what the run was told to begin from counts only while there is nothing of its ow
     load_step given   that checkpoint or an error, never another one
     load_step -1      newest full one > step-0 seed > initial_load_path > HF assets > nothing
 
-Rank 0 asks ``choose_source`` and every rank follows the answer.
+Rank 0 asks ``find_start`` and every rank follows the answer, which comes with the one line to log.
+docs/checkpoint.md holds the whole table.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
+from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
 from torchtitan.components.checkpointer.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from torchtitan.components.checkpointer.storage import CheckpointStorage
+from torchtitan.components.checkpointer.settings import unusable_load_step
+from torchtitan.components.checkpointer.source_text import (
+    FRESH_START,
+    is_inside,
+    listed,
+    what_does_not_count,
+    what_was_passed_over,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +52,22 @@ class Request:
     hf_assets_path: str | None
     """Where the Hugging Face weights are when no ``initial_load_path`` is given, or None."""
 
+    def initial_flags(self) -> list[str]:
+        """The flags that ask for something to begin from, as they are typed."""
+        flags = {
+            f"--checkpoint.initial_load_path {self.initial_load_path}": self.initial_load_path,
+            "--checkpoint.no-initial-load-model-only": not self.initial_load_model_only,
+            "--checkpoint.initial_load_in_hf": self.initial_load_in_hf,
+            "--checkpoint.initial_load_in_hf_quantized": self.initial_load_in_hf_quantized,
+        }
+        return [flag for flag, is_set in flags.items() if is_set]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One checkpoint to load, and why it was chosen."""
+    """One checkpoint to load."""
 
     path: str
-    reason: str
     step: int | None = None
     """Step of the run's own history, or None when the run begins from somewhere else."""
 
@@ -60,59 +76,77 @@ class Source:
     from_quantized: bool = False
 
 
-def find_source(request: Request, own: OwnFolder, storage: CheckpointStorage) -> Source | None:
-    """``choose_source``, checked to be a directory.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where a run starts from."""
+
+    source: Source | None
+    """What to load, or None to begin from nothing."""
+
+    line: str
+    """What was chosen, why, what was passed over and what was ignored."""
+
+
+def find_start(request: Request, own: OwnFolder, finder: Finder) -> Start:
+    """``choose_start``, with a look at what it chose outside of the run's own folder.
 
     Raises:
-        CheckpointNotFoundError, ValueError: as ``choose_source``; ValueError also when the path
-            chosen is no directory.
+        CheckpointNotFoundError, ValueError: as ``choose_start``; ValueError also when the path
+            chosen is not one checkpoint of the kind asked for.
     """
-    source = choose_source(request, own)
-    if source is not None and not storage.isdir(source.path):
-        raise ValueError(
-            f"{source.reason} names {source.path}, which is not a directory; it must be one "
-            "checkpoint, that is a step-N directory."
-        )
-    return source
+    start = choose_start(request, own)
+    source = start.source
+    if source is None or source.step is not None:
+        return start
+    named = (
+        f"--checkpoint.initial_load_path names {source.path}"
+        if request.initial_load_path
+        else f"--hf_assets_path names {source.path}"
+    )
+    if problem := _initial_problem(source, own, finder):
+        raise ValueError(f"{named}, {problem}")
+    return start
 
 
-def choose_source(request: Request, own: OwnFolder) -> Source | None:
-    """The checkpoint to load, or None to start from nothing.
+def choose_start(request: Request, own: OwnFolder) -> Start:
+    """Where to start, judged by what lies in the run's own folder alone.
 
     Raises:
         CheckpointNotFoundError: the step asked for is not there, or the folder holds only
             checkpoints that a run cannot go on from.
-        ValueError: ``initial_load_path`` or the Hugging Face assets were needed and not given.
+        ValueError: ``load_step`` is no step, or the Hugging Face assets were needed and not given.
     """
     if request.load_step != -1:
-        return _explicit(request.load_step, own)
-    newest, unreadable = own.newest_full()
+        return _explicit(request, own)
+    newest, passed_over = own.newest_full()
     if newest is not None:
-        skipped = f", passing over unreadable steps {unreadable}" if unreadable else ""
-        return _own(own, newest, f"newest full checkpoint{skipped}")
+        reason = what_was_passed_over("newest full checkpoint", newest, passed_over, own.unfinished)
+        return _own(request, own, newest, reason)
+    unreadable = [step for step, kind in passed_over.items() if kind is Kind.UNREADABLE]
     if unreadable:
         # Nothing older to fall back on. Starting afresh would bury what is there, so the load
         # itself gets to say what is wrong with it.
-        return _own(own, unreadable[0], "the only candidate, although its index cannot be read")
+        reason = "the only candidate, although its index cannot be read"
+        return _own(request, own, unreadable[0], reason)
     if 0 in own.step_paths:
-        return _own(own, 0, "seed checkpoint")
+        reason = what_was_passed_over("seed checkpoint", 0, passed_over, own.unfinished)
+        return _own(request, own, 0, reason)
     if own.step_paths:
-        raise CheckpointNotFoundError(
-            f"{own.path} holds only model-only checkpoints (steps {sorted(own.step_paths)}); a run "
-            "needs a full one to go on. To train on from such weights pass "
-            f"--checkpoint.initial_load_path={own.step_paths[max(own.step_paths)]} (as an absolute "
-            "path) together with a new --checkpoint.folder; to begin again choose a new "
-            "--checkpoint.folder. Set --checkpoint.no-last-save-model-only to save full ones."
-        )
-    return _initial(request)
+        raise _only_weights(request, own)
+    return _initial(request, own)
 
 
-def _explicit(step: int, own: OwnFolder) -> Source:
+def _explicit(request: Request, own: OwnFolder) -> Start:
+    step = request.load_step
+    if problem := unusable_load_step(step):
+        raise ValueError(f"--{problem}")
     if step not in own.step_paths:
+        died = f"step-{step}" in own.unfinished
         raise CheckpointNotFoundError(
             f"--checkpoint.load_step={step} was asked for, but {own.path} holds no complete "
-            f"checkpoint of that step; complete steps: {_listed(own.step_paths)}. Set "
-            "--checkpoint.load_step to one of them, or to -1 for the newest full one."
+            f"checkpoint of that step{' (its save did not finish)' if died else ''}; complete "
+            f"steps: {listed(own.step_paths)}. Set --checkpoint.load_step to one of them, or to -1 "
+            "for the newest full one."
         )
     if step != 0 and own.kind_of(own.step_paths[step]) is Kind.MODEL_ONLY:
         raise CheckpointNotFoundError(
@@ -120,19 +154,34 @@ def _explicit(step: int, own: OwnFolder) -> Source:
             "the model, and a run needs optimizer and data position to go on. Load its weights "
             "with --checkpoint.initial_load_path and a new --checkpoint.folder instead."
         )
-    return _own(own, step, f"--checkpoint.load_step={step}")
+    return _own(request, own, step, f"--checkpoint.load_step={step}")
 
 
-def _own(own: OwnFolder, step: int, reason: str) -> Source:
+def _only_weights(request: Request, own: OwnFolder) -> CheckpointNotFoundError:
+    path = request.initial_load_path
+    unused = f" --checkpoint.initial_load_path {path} does not change that." if path else ""
+    return CheckpointNotFoundError(
+        f"{own.path} holds only model-only checkpoints (steps {listed(own.step_paths)}); a run "
+        f"needs a full one to go on.{unused} To train on from such weights pass "
+        f"--checkpoint.initial_load_path={own.step_paths[max(own.step_paths)]} (as an absolute "
+        "path) together with a new --checkpoint.folder; to begin again choose a new "
+        "--checkpoint.folder. Set --checkpoint.no-last-save-model-only to save full ones."
+    )
+
+
+def _own(request: Request, own: OwnFolder, step: int, reason: str) -> Start:
+    if ignored := request.initial_flags():
+        reason += f"; ignored, as the run has checkpoints of its own: {', '.join(ignored)}"
     # Step 0 is a seed: weights to begin from, whatever else was saved beside them.
-    return Source(path=own.step_paths[step], step=step, model_only=step == 0, reason=reason)
+    source = Source(path=own.step_paths[step], step=step, model_only=step == 0)
+    return Start(source=source, line=f"Loading the checkpoint {source.path} ({reason}).")
 
 
-def _initial(request: Request) -> Source | None:
-    model_only, from_hf = request.initial_load_model_only, request.initial_load_in_hf
+def _initial(request: Request, own: OwnFolder) -> Start:
+    extent = "weights only" if request.initial_load_model_only else "everything it holds"
     if request.initial_load_path:
         path, reason = request.initial_load_path, "--checkpoint.initial_load_path"
-    elif from_hf:
+    elif request.initial_load_in_hf:
         if not request.hf_assets_path:
             raise ValueError(
                 "--checkpoint.initial_load_in_hf needs weights to load, but neither "
@@ -140,18 +189,44 @@ def _initial(request: Request) -> Source | None:
             )
         path, reason = request.hf_assets_path, "--hf_assets_path"
     else:
-        return None
-    return Source(
+        ignored = request.initial_flags()
+        unused = f" Nothing to load for {', '.join(ignored)}." if ignored else ""
+        return Start(source=None, line=f"{FRESH_START}{unused}{what_does_not_count(own)}")
+    source = Source(
         path=path,
-        reason=reason,
-        model_only=model_only,
-        from_hf=from_hf,
+        model_only=request.initial_load_model_only,
+        from_hf=request.initial_load_in_hf,
         from_quantized=request.initial_load_in_hf_quantized,
     )
+    line = f"Loading the checkpoint {path} ({reason}, {extent}).{what_does_not_count(own)}"
+    return Start(source=source, line=line)
 
 
-def _listed(steps: Iterable[int]) -> str:
-    return str(sorted(steps) or "none")
+def _initial_problem(source: Source, own: OwnFolder, finder: Finder) -> str | None:
+    """What keeps the path of ``source`` from being loaded as asked, the end of a sentence."""
+    path = source.path.rstrip("/")
+    if not finder.storage.isdir(path):
+        return "which is not a directory; it must be one checkpoint, that is a step-N directory."
+    if source.from_hf:
+        return None
+    if finder.is_complete(path):
+        if not source.model_only and finder.kind_of(path) is Kind.MODEL_ONLY:
+            return (
+                "which holds only the model, but --checkpoint.no-initial-load-model-only asks for "
+                "more; leave that flag out."
+            )
+        return None
+    for folder in (path, f"{path}/checkpoint"):
+        if inside := finder.complete_steps(folder):
+            return (
+                f"which is not a checkpoint but a folder around checkpoints (steps "
+                f"{listed(inside)}); pass one of them, the newest is {inside[max(inside)]}."
+            )
+    where = ", in the folder of this run" if is_inside(path, own.path) else ""
+    return (
+        f"a directory without the index of a checkpoint{where}; it must be one complete "
+        "checkpoint, that is a step-N directory."
+    )
 
 
 def require_step(source: Source, train_state: Any) -> None:

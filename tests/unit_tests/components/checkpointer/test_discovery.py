@@ -95,7 +95,8 @@ def test_the_newest_full_step_passes_over_exports_seeds_and_damage() -> None:
         return kinds[int(path)]
 
     own = OwnFolder(path="/run", step_paths={n: str(n) for n in kinds}, kind_of=kind_of)
-    assert own.newest_full() == (20, [50, 40])
+    passed_over = {50: Kind.UNREADABLE, 40: Kind.UNREADABLE, 30: Kind.MODEL_ONLY}
+    assert own.newest_full() == (20, passed_over)
     assert asked == ["50", "40", "30", "20"]
 
 

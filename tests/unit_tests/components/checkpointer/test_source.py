@@ -1,12 +1,19 @@
-"""One table: what lies in the folder x what is asked for x where else a run may begin."""
+"""Which of several own checkpoints a run takes, and what it takes without one.
+
+test_start_table.py holds the table over what can lie in the folder.
+"""
 
 import itertools
+import os
 import pickle
+import re
 
 import pytest
-from torchtitan.components.checkpointer.discovery import Kind, OwnFolder
+from torchtitan.components.checkpointer.dcp_index import parse_entry
+from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
 from torchtitan.components.checkpointer.errors import CheckpointError, CheckpointNotFoundError
-from torchtitan.components.checkpointer.source import find_source, Request, Source
+from torchtitan.components.checkpointer.source import find_start, Request, Source, Start
+from torchtitan.components.checkpointer.source_text import is_inside
 
 from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
 
@@ -65,12 +72,24 @@ def request_for(load_step: int, initial: str | None, **settings: bool | str) -> 
     )
 
 
-def find(kinds: dict[int, Kind], request: Request) -> Source | None:
+def start(kinds: dict[int, Kind], request: Request, unfinished: tuple[str, ...] = ()) -> Start:
     paths = {step: f"/run/step-{step}" for step in kinds}
-    storage = MemoryStorage(*paths.values(), "/given/step-3", "/weights")
     by_path = {path: kinds[step] for step, path in paths.items()}
-    own = OwnFolder(path="/run", step_paths=paths, kind_of=by_path.__getitem__)
-    return find_source(request, own, storage)
+    by_path |= {"/given/step-3": F, "/given/step-2": M, "/dump/checkpoint/step-11": F}
+    own = OwnFolder(
+        path="/run", step_paths=paths, kind_of=by_path.__getitem__, unfinished=unfinished
+    )
+    finder = Finder(
+        storage=MemoryStorage(*by_path, "/weights", "/run"),
+        parse=parse_entry,
+        is_complete=by_path.__contains__,
+        kind_of=by_path.__getitem__,
+    )
+    return find_start(request, own, finder)
+
+
+def find(kinds: dict[int, Kind], request: Request) -> Source | None:
+    return start(kinds, request).source
 
 
 def expected(folder: str, load_step: int, initial: str) -> object:
@@ -124,17 +143,76 @@ def test_a_folder_of_exports_is_an_error_that_says_how_to_go_on() -> None:
         find(FOLDERS["only exports"], request_for(-1, "/given/step-3"))
 
 
-def test_damage_that_was_passed_over_is_named_in_the_reason() -> None:
-    source = find(FOLDERS["full under damage"], request_for(-1, None))
-    assert source is not None and "unreadable steps [9]" in source.reason
+def test_damage_that_was_passed_over_is_named_in_the_line() -> None:
+    line = start(FOLDERS["full under damage"], request_for(-1, None)).line
+    assert "(newest full checkpoint; passed over: step-9 (its index cannot be read))" in line
 
 
 def test_own_checkpoints_silence_every_initial_setting() -> None:
     request = request_for(
         -1, "/nowhere", initial_load_in_hf=True, initial_load_in_hf_quantized=True
     )
-    source = find(FOLDERS["full"], request)
-    assert source == Source(path="/run/step-9", step=9, reason="newest full checkpoint")
+    chosen = start(FOLDERS["full"], request)
+    assert chosen.source == Source(path="/run/step-9", step=9)
+    assert chosen.line == (
+        "Loading the checkpoint /run/step-9 (newest full checkpoint; ignored, as the run has "
+        "checkpoints of its own: --checkpoint.initial_load_path /nowhere, "
+        "--checkpoint.initial_load_in_hf, --checkpoint.initial_load_in_hf_quantized)."
+    )
+
+
+def test_what_lies_above_the_chosen_step_is_told_in_the_order_of_the_steps() -> None:
+    unfinished = ("step-3", *(f"step-{step}" for step in range(20, 26)))
+    line = start({7: F, 9: M, 8: U}, request_for(-1, None), unfinished).line
+    assert line == (
+        "Loading the checkpoint /run/step-7 (newest full checkpoint; passed over: step-8 (its "
+        "index cannot be read), step-9 (weights only), step-20 (its save did not finish), step-21 "
+        "(its save did not finish), step-22 (its save did not finish) and 3 more)."
+    )
+    line = start({0: M, 9: M}, request_for(-1, None)).line
+    assert line.endswith("(seed checkpoint; passed over: step-9 (weights only)).")
+
+
+def test_settings_that_a_fresh_start_has_no_use_for_are_told() -> None:
+    chosen = start({}, request_for(-1, None, initial_load_model_only=False))
+    assert chosen.source is None and chosen.line == (
+        "No checkpoint was provided, this is a fresh start. Nothing to load for "
+        "--checkpoint.no-initial-load-model-only."
+    )
+
+
+@pytest.mark.parametrize(
+    "path,model_only,text",
+    [
+        ("/given", True, r"folder around checkpoints \(steps \[2, 3\]\).* newest is /given/step-3"),
+        ("/given/", True, "the newest is /given/step-3"),
+        ("/dump", True, "the newest is /dump/checkpoint/step-11"),
+        ("/weights", True, "/weights, a directory without the index of a checkpoint; it must be"),
+        ("/run", True, "/run, a directory .* in the folder of this run; it must be one complete"),
+        ("/run/step-5", True, "/run/step-5, which is not a directory; it must be one checkpoint"),
+        ("/given/step-2", False, "holds only the model, but --checkpoint.no-initial-load-model"),
+    ],
+)
+def test_a_path_that_is_no_checkpoint_is_refused_with_the_one_to_pass(
+    path: str, model_only: bool, text: str
+) -> None:
+    request = request_for(-1, path, initial_load_model_only=model_only)
+    with pytest.raises(ValueError, match=f"--checkpoint.initial_load_path names {path}") as caught:
+        find({}, request)
+    assert re.search(text, str(caught.value))
+    assert find({7: F}, request) == Source(path="/run/step-7", step=7)
+
+
+def test_a_step_whose_save_died_is_told_so() -> None:
+    with pytest.raises(FileNotFoundError, match=r"of that step \(its save did not finish\)"):
+        start({5: F}, request_for(7, None), ("step-7",))
+
+
+def test_a_path_is_found_inside_a_folder_by_name() -> None:
+    inside = [("/run/step-5", "/run"), ("run/x", f"{os.getcwd()}/run/"), ("s3://a/b/c", "s3://a/b")]
+    outside = [("/running/step-5", "/run"), ("/", "/run"), ("s3://a/bc", "s3://a/b")]
+    assert all(is_inside(*pair) for pair in inside)
+    assert not any(is_inside(*pair) for pair in outside)
 
 
 @pytest.mark.parametrize("model_only", [True, False])

@@ -1,0 +1,154 @@
+"""Where a run starts from: every cell of the table in docs/checkpoint.md, written out.
+
+What lies in the run's folder x --checkpoint.load_step x --checkpoint.initial_load_path.
+"""
+
+import pytest
+from torchtitan.components.checkpointer.dcp_index import finder
+from torchtitan.components.checkpointer.discovery import Finder, Kind
+from torchtitan.components.checkpointer.errors import CheckpointNotFoundError
+from torchtitan.components.checkpointer.source import find_start
+
+from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
+from tests.unit_tests.components.checkpointer.test_source import request_for
+
+FULL, WEIGHTS = b"full", b"weights"
+FOLDERS: dict[str, dict[str, bytes | None]] = {
+    "absent": {},
+    "empty": {"/run": None},
+    "junk": {
+        "/run/notes.txt": b"text",
+        "/run/step-07/.metadata": FULL,
+        "/run/step-7.bak/.metadata": FULL,
+        "/run/step-9": b"a file",
+        "/run/superseded/step-7/.metadata": FULL,
+        "/run/.nfs01": b"",
+    },
+    "valid": {f"/run/step-{step}/.metadata": FULL for step in (5, 7, 9)},
+    "only unfinished": {f"/run/step-{step}/__0_0.distcp": b"data" for step in (7, 9)},
+    "only weights": {f"/run/step-{step}/.metadata": WEIGHTS for step in (7, 9)},
+    "weights of the last step": {f"/run/step-{step}/.metadata": WEIGHTS for step in (7, 20)},
+}
+PATHS = {"none": None, "good": "/given/step-3", "bad": "/nowhere"}
+
+FRESH = "No checkpoint was provided, this is a fresh start."
+GIVEN = "Loading the checkpoint /given/step-3 (--checkpoint.initial_load_path, weights only)."
+IGNORED = "; ignored, as the run has checkpoints of its own: --checkpoint.initial_load_path "
+JUNK = (
+    " In /run these do not count: notes.txt, step-07, step-7.bak, step-9 (no names of checkpoints)."
+)
+DIED = " In /run these do not count: step-7, step-9 (saves that did not finish)."
+NEWEST = "Loading the checkpoint /run/step-9 (newest full checkpoint"
+STEP_7 = "Loading the checkpoint /run/step-7 (--checkpoint.load_step=7"
+
+
+def own(line: str) -> tuple[str, str, str]:
+    """An own checkpoint is loaded whatever path was given; the line says that the path is ignored."""
+    return f"{line}).", f"{line}{IGNORED}/given/step-3).", f"{line}{IGNORED}/nowhere)."
+
+
+def always(error: type[Exception], text: str) -> tuple[tuple[type[Exception], str], ...]:
+    return ((error, text),) * 3
+
+
+BAD_PATH = (ValueError, "initial_load_path names /nowhere, which is not a directory")
+NO_STEP = always(ValueError, "--checkpoint.load_step=-2 is not a step")
+NO_SEED = always(
+    CheckpointNotFoundError, "--checkpoint.load_step=0 was asked for, but /run holds no"
+)
+NO_7 = always(CheckpointNotFoundError, "load_step=7 was asked for, .* complete steps: none")
+NO_8 = always(CheckpointNotFoundError, "load_step=8 was asked for, .* complete steps: none")
+DIED_7 = always(CheckpointNotFoundError, r"load_step=7 was asked .* \(its save did not finish\)")
+NOT_8 = always(CheckpointNotFoundError, r"load_step=8 was asked for, .* steps: \[5, 7, 9\]")
+WEIGHTS_7 = always(CheckpointNotFoundError, "load_step=7 was asked for, .* holds only the model")
+NO_8_BUT = always(CheckpointNotFoundError, r"load_step=8 was asked for, .* complete steps: \[7, ")
+WEIGHTS_ONLY = always(CheckpointNotFoundError, "/run holds only model-only checkpoints")
+
+# (what lies in the folder, load_step): the outcomes without a path, with a good and with a bad one.
+# An outcome is the line that is logged, or the error; "8" stands for a step that is not there.
+TABLE: dict[tuple[str, int], tuple[str | tuple[type[Exception], str], ...]] = {
+    ("absent", -1): (FRESH, GIVEN, BAD_PATH),
+    ("absent", 0): NO_SEED,
+    ("absent", 7): NO_7,
+    ("absent", 8): NO_8,
+    ("absent", -2): NO_STEP,
+    ("empty", -1): (FRESH, GIVEN, BAD_PATH),
+    ("empty", 0): NO_SEED,
+    ("empty", 7): NO_7,
+    ("empty", 8): NO_8,
+    ("empty", -2): NO_STEP,
+    ("junk", -1): (FRESH + JUNK, GIVEN + JUNK, BAD_PATH),
+    ("junk", 0): NO_SEED,
+    ("junk", 7): NO_7,
+    ("junk", 8): NO_8,
+    ("junk", -2): NO_STEP,
+    ("valid", -1): own(NEWEST),
+    ("valid", 0): NO_SEED,
+    ("valid", 7): own(STEP_7),
+    ("valid", 8): NOT_8,
+    ("valid", -2): NO_STEP,
+    ("only unfinished", -1): (FRESH + DIED, GIVEN + DIED, BAD_PATH),
+    ("only unfinished", 0): NO_SEED,
+    ("only unfinished", 7): DIED_7,
+    ("only unfinished", 8): NO_8,
+    ("only unfinished", -2): NO_STEP,
+    ("only weights", -1): WEIGHTS_ONLY,
+    ("only weights", 0): NO_SEED,
+    ("only weights", 7): WEIGHTS_7,
+    ("only weights", 8): NO_8_BUT,
+    ("only weights", -2): NO_STEP,
+    # What a run of 20 steps does about these is decided before anything is loaded.
+    ("weights of the last step", -1): WEIGHTS_ONLY,
+    ("weights of the last step", 0): NO_SEED,
+    ("weights of the last step", 7): WEIGHTS_7,
+    ("weights of the last step", 8): NO_8_BUT,
+    ("weights of the last step", -2): NO_STEP,
+}
+
+
+def finder_of(folder: str) -> Finder:
+    storage = MemoryStorage("/given/step-3")
+    for path, content in FOLDERS[folder].items():
+        storage.add(path, content)
+    storage.add("/given/step-3/.metadata", FULL)
+    dcp_finder = finder(storage, {"optimizer"})
+
+    def kind_of(path: str) -> Kind:
+        is_full = storage.entries[f"{path}/.metadata"] == FULL
+        return Kind.FULL if is_full else Kind.MODEL_ONLY
+
+    return Finder(
+        storage=storage,
+        parse=dcp_finder.parse,
+        is_complete=dcp_finder.is_complete,
+        kind_of=kind_of,
+    )
+
+
+@pytest.mark.parametrize("folder,load_step", TABLE)
+@pytest.mark.parametrize("initial", PATHS)
+def test_every_cell_has_one_outcome(folder: str, load_step: int, initial: str) -> None:
+    outcome = TABLE[folder, load_step][list(PATHS).index(initial)]
+    where, request = finder_of(folder), request_for(load_step, PATHS[initial])
+    if isinstance(outcome, str):
+        start = find_start(request, where.look_into("/run"), where)
+        assert start.line == outcome
+        assert "\n" not in start.line
+        loaded = "nothing" if start.source is None else start.source.path
+        assert outcome.startswith(
+            FRESH if loaded == "nothing" else f"Loading the checkpoint {loaded} "
+        )
+        return
+    error, text = outcome
+    with pytest.raises(error, match=text):
+        find_start(request, where.look_into("/run"), where)
+
+
+def test_the_table_has_every_cell() -> None:
+    assert set(TABLE) == {(folder, step) for folder in FOLDERS for step in (-2, -1, 0, 7, 8)}
+
+
+def test_weights_of_the_last_step_end_the_run_and_those_before_it_do_not() -> None:
+    exports = {name: finder_of(name).look_into("/run").export_step() for name in FOLDERS}
+    assert {name for name, step in exports.items() if step >= 20} == {"weights of the last step"}
+    assert exports["only weights"] == 9

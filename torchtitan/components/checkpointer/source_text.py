@@ -1,0 +1,64 @@
+"""The words in which a start is told: what was passed over, and what does not count. Pure.
+
+A user who expected another start finds the reason in the line that tells of this one.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchtitan.components.checkpointer.discovery import Kind, OwnFolder, parse_step, step_name
+from torchtitan.tools import filesystem
+
+FRESH_START = "No checkpoint was provided, this is a fresh start."
+
+_MAX_NAMES = 5
+_MEANING = {
+    Kind.FULL: "full",
+    Kind.MODEL_ONLY: "weights only",
+    Kind.UNREADABLE: "its index cannot be read",
+}
+
+
+def what_was_passed_over(
+    reason: str, chosen: int, passed_over: Mapping[int, Kind], unfinished: Sequence[str]
+) -> str:
+    """``reason``, and which steps above the ``chosen`` one were not taken and why."""
+    why = {step: _MEANING[kind] for step, kind in passed_over.items()}
+    for name in unfinished:
+        step = parse_step(name)
+        if step is not None and step > chosen:
+            why[step] = "its save did not finish"
+    if not why:
+        return reason
+    named = [f"{step_name(step)} ({why[step]})" for step in sorted(why)]
+    return f"{reason}; passed over: {shortened(named)}"
+
+
+def what_does_not_count(own: OwnFolder) -> str:
+    """A sentence about what lies in the folder beside checkpoints, or nothing."""
+    groups = []
+    if own.unfinished:
+        groups.append(f"{shortened(own.unfinished)} (saves that did not finish)")
+    if own.foreign:
+        groups.append(f"{shortened(own.foreign)} (no names of checkpoints)")
+    return f" In {own.path} these do not count: {', '.join(groups)}." if groups else ""
+
+
+def listed(steps: Iterable[int]) -> str:
+    """Steps for an error message."""
+    return str(sorted(steps) or "none")
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few ``names`` and how many more there are."""
+    more = len(names) - _MAX_NAMES
+    shown = ", ".join(names[:_MAX_NAMES])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether ``path`` is ``folder`` or below it, judged by name."""
+    if filesystem.is_remote(path) or filesystem.is_remote(folder):
+        return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+    folder = os.path.abspath(folder)
+    return os.path.commonpath([os.path.abspath(path), folder]) == folder
