@@ -127,7 +127,7 @@ def test_settings_that_cannot_be_used_end_with_code_two_and_no_rank(tmp_path: Pa
     folder = tmp_path / "run"
     settings = [
         "--training.num_tokens_per_train_step=1",
-        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.tensor_parallel_degree=3",
     ]
     command = [ROOT / "run_train.sh", f"--dump_folder={folder}", *settings]
     with Launched(command, cwd=ROOT, env={"PYTHON": sys.executable, "NGPU": "2"}) as run:

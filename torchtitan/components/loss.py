@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config import CompileConfig, Configurable
 from torchtitan.config.violations import reject
+from torchtitan.distributed import vocab_parallel
 from torchtitan.distributed.compile import compiled
 
 __all__ = [
@@ -54,11 +55,13 @@ def cross_entropy_loss(
 ) -> torch.Tensor:
     """Sum of the cross entropies of ``pred`` (T, V) against ``labels`` (T,), in float32.
 
-    ``global_vocab_size`` is the size of the vocabulary where ``pred`` holds a rank's part of it; here
-    every rank holds all of it, and the size must be that of ``pred``.
+    A DTensor ``pred`` is one whose vocabulary tensor-parallel ranks share; each gets the sum of it all.
+    ``global_vocab_size`` must be the size of the whole vocabulary, if it is given.
     """
     if global_vocab_size is not None and pred.shape[-1] != global_vocab_size:
         raise ValueError(_other_vocabulary(global_vocab_size, pred.shape[-1]))
+    if isinstance(pred, DTensor):
+        return vocab_parallel.cross_entropy_sum(pred, labels, ignore_index=IGNORE_INDEX)
     return F.cross_entropy(pred.float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
 
 

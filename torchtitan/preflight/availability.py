@@ -15,7 +15,6 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 _DEGREES = {
-    "tensor_parallel_degree": "tensor parallelism",
     "pipeline_parallel_degree": "pipeline parallelism",
     "context_parallel_degree": "context parallelism",
     "expert_parallel_degree": "expert parallelism",
@@ -24,7 +23,6 @@ _DEGREES = {
 # Details of what is not available: section, what it belongs to, fields. The schedule is missing on
 # purpose: recipes choose one for the day it counts.
 _DETAILS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("parallelism", "tensor parallelism", ("enable_sequence_parallel",)),
     (
         "parallelism",
         "pipeline parallelism",
@@ -116,6 +114,12 @@ def without_effect(config: Trainer.Config) -> Iterator[str]:
                     f"yet; leave it at {default}."
                 )
     checkpoint, debug, profiler = config.checkpoint, config.debug, config.profiler
+    parallelism = config.parallelism
+    if not parallelism.enable_sequence_parallel and parallelism.tensor_parallel_degree == 1:
+        yield (
+            "--parallelism.no-enable-sequence-parallel has no effect without tensor parallelism; set "
+            "--parallelism.tensor_parallel_degree or leave it out."
+        )
     if debug.deterministic_warn_only and not debug.deterministic:
         yield "--debug.deterministic_warn_only has no effect without --debug.deterministic; add it."
     if profiler.memory_snapshot_freq is not None and not profiler.enable_memory_snapshot:

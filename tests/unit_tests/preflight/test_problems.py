@@ -103,7 +103,6 @@ def test_an_unknown_flag_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "flags",
     [
-        "--parallelism.tensor_parallel_degree 2",
         "--parallelism.pipeline_parallel_degree 2",
         "--parallelism.context_parallel_degree 2",
         "--parallelism.expert_parallel_degree 2",

@@ -68,7 +68,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ),
     (
         "--parallelism.no-enable-sequence-parallel",
-        ["enable_sequence_parallel False has no effect", "tensor parallelism"],
+        ["no-enable-sequence-parallel has no effect", "--parallelism.tensor_parallel_degree"],
     ),
     ("--debug.deterministic_warn_only", ["no effect without --debug.deterministic"]),
     (

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan.config.violations import reject
+from torchtitan.distributed.tensor_parallel import reaches_every_rank
 from torchtitan.models.common.attention import (
     BaseAttention,
     build_attention_mask,
@@ -117,6 +118,7 @@ class Decoder(BaseModel):
             training = getattr(config, "training", None)
             if training is None:
                 return
+            _check_sequence_parallel(config.parallelism, training)
             asked, longest = training.max_context_length, self.max_context_length
             if asked > longest:
                 raise ValueError(
@@ -154,6 +156,19 @@ class Decoder(BaseModel):
                     f"parallelism.tensor_parallel_degree ({tensor}) must divide {' and '.join(uneven)}. "
                     "Choose a degree that divides the heads of the model."
                 )
+            too_short = [
+                f"{name} ({length})"
+                for name, length in (
+                    ("vocab_size", self.vocab_size),
+                    ("the hidden width of feed_forward", self.first_feed_forward.w1.out_features),
+                )
+                if not reaches_every_rank(length, tensor)
+            ]
+            if too_short:
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree ({tensor}) leaves some ranks no part of "
+                    f"{' and '.join(too_short)}. Choose a lower degree."
+                )
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """A tied weight counts once as a parameter, and as work because lm_head multiplies by it."""
@@ -180,15 +195,16 @@ class Decoder(BaseModel):
         )
         self.norm = config.norm.build()
         self.lm_head = config.lm_head.build()
-        self._tie_weights()
+        self.tie_weights()
 
-    def _tie_weights(self) -> None:
+    def tie_weights(self) -> None:
+        """Let embedding and head share one parameter again, if the model ties them."""
         if self.config.enable_weight_tying:
             self.lm_head.weight = self.tok_embeddings.weight
 
     def init_states(self, *, buffer_device: torch.device | str | None = None) -> None:
         # to_empty gives each module a tensor of its own and so unties them.
-        self._tie_weights()
+        self.tie_weights()
         super().init_states(buffer_device=buffer_device)
 
     def get_attention_masks(self, positions: torch.Tensor) -> AttentionMask:
@@ -216,6 +232,8 @@ class Decoder(BaseModel):
     ) -> torch.Tensor:
         """Logits (T, V), or what goes into ``lm_head`` (T, C) when that is skipped.
 
+        Under tensor parallelism logits are a DTensor of which each rank holds some token ids.
+
         tokens: int64 (T,). positions: int64 (T,), 0 where a document or a row begins; None takes all
         tokens as one document. attention_masks: from ``get_attention_masks``, made here if None.
         """
@@ -237,6 +255,18 @@ class Decoder(BaseModel):
                 f"{longest}. Pass positions that restart at 0 at each document and row."
             )
         return torch.arange(num_tokens, device=tokens.device)
+
+
+def _check_sequence_parallel(parallelism: Any, training: Any) -> None:
+    tensor = _degree(parallelism, "tensor")
+    num_tokens = training.num_tokens_per_microbatch_per_dp_rank
+    if getattr(parallelism, "enable_sequence_parallel", False) and num_tokens % tensor:
+        raise ValueError(
+            f"sequence parallelism splits the {num_tokens} tokens of a microbatch over "
+            f"{tensor} tensor-parallel ranks, which does not come out even. Make "
+            "training.num_tokens_per_microbatch_per_dp_rank a multiple of "
+            "parallelism.tensor_parallel_degree, or switch parallelism.enable_sequence_parallel off."
+        )
 
 
 def _degree(parallelism: Any, kind: str) -> int:

@@ -95,9 +95,12 @@ class FusedQKVLinear(Module):
         self.register_load_state_dict_pre_hook(_fuse_loaded)
 
     def forward(self, x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Contiguous queries (T, n_heads, head_dim), keys and values (T, n_kv_heads, head_dim)."""
+        """Contiguous queries (T, n_heads, head_dim), keys and values (T, n_kv_heads, head_dim).
+
+        Under tensor parallelism these are the heads of this rank.
+        """
         layout = self.layout
-        fused = self.wqkv(x_TC).unflatten(1, (layout.n_kv_heads, layout.group + 2, layout.head_dim))
+        fused = self.wqkv(x_TC).unflatten(1, (-1, layout.group + 2, layout.head_dim))
         q, k, v = fused.split((layout.group, 1, 1), dim=2)
         return q.flatten(1, 2).contiguous(), k.squeeze(2).contiguous(), v.squeeze(2).contiguous()
 

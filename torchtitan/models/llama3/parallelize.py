@@ -1,6 +1,6 @@
 """Fit a Llama 3 model, still on the meta device, to the ranks of the job.
 
-model on meta -> activation checkpointing -> compile -> FSDP -> to_empty -> init_weights
+model on meta -> tensor parallelism -> activation checkpointing -> compile -> FSDP -> to_empty -> init_weights
 """
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TORCH_DTYPE_MAP, TrainingConfig
@@ -9,6 +9,7 @@ from torchtitan.distributed.compile import apply_compile, is_compiled
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, resolve_fsdp_mesh
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.summary import summary
+from torchtitan.models.common.decoder_sharding import shard_decoder
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.logging import logger
 
@@ -24,6 +25,12 @@ def parallelize_llama(
     dump_folder: str,
 ) -> Llama3Model:
     """Wrap and shard ``model`` in place and return it; None for ``ac_config`` keeps all activations."""
+    if parallel_dims.tp_enabled:
+        shard_decoder(
+            model,
+            parallel_dims.get_mesh("tp"),
+            sequence_parallel=parallelism.enable_sequence_parallel,
+        )
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if is_compiled(compile_config, "model"):
