@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer.errors import cause_of, CheckpointSaveError
 from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.observability import structured_logger as sl
 
 FAILURES = (Exception, dcp.CheckpointException)
 """What a failed save raises: DCP's own error is no Exception."""
@@ -30,7 +31,8 @@ def await_staging(future: "Future[Any]", mode: AsyncMode) -> None:
             f"A staging future is pending although async_mode is {mode.value}; "
             "only async_with_pinned_mem stages in the background."
         )
-    future.result()
+    with sl.log_trace_span("checkpoint_wait_staging"):
+        future.result()
 
 
 def await_save(future: "Future[Any]", report: SaveReport | None) -> None:
@@ -40,7 +42,8 @@ def await_save(future: "Future[Any]", report: SaveReport | None) -> None:
         CheckpointSaveError: it failed.
     """
     try:
-        future.result()
+        with sl.log_trace_span("checkpoint_wait_saving"):
+            future.result()
     except FAILURES as error:
         if report is None:
             raise
