@@ -17,7 +17,7 @@ from typing import Any, cast, Literal
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan.components.checkpointer import dcp_index
@@ -37,10 +37,14 @@ from torchtitan.components.checkpointer.in_flight import (
     save_error,
 )
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
+from torchtitan.components.checkpointer.pinned import means
+from torchtitan.components.checkpointer.pinned.settling import settle
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.source import require_step
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
+    changed_by_updates_only,
     DATALOADER,
     flatten_states,
     LR_SCHEDULER,
@@ -125,6 +129,8 @@ class CheckpointManager(BaseCheckpointManager):
         self._copying_stager: CopyingStager | None = None
         self._report: SaveReport | None = None
         self.async_mode = AsyncMode(config.async_mode)
+        if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and not self.load_only:
+            means.announce()
         is_async = self.async_mode is not AsyncMode.DISABLED
         # A cast, because new_group answers with a number on ranks that are not members.
         self.pg = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if is_async else None
@@ -188,22 +194,13 @@ class CheckpointManager(BaseCheckpointManager):
                 process_group=self.pg,
             )
         else:
-            if self.stager is None:
-                self.stager = DefaultStager(
-                    StagingOptions(
-                        use_pinned_memory=True,
-                        use_shared_memory=True,
-                        use_async_staging=True,
-                        use_non_blocking_copy=True,
-                    )
-                )
             result = dcp.async_save(
                 state_dict,
-                storage_writer=None,
+                storage_writer=DurableFileSystemWriter(checkpoint_id),
                 checkpoint_id=checkpoint_id,
                 process_group=self.pg,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self.stager,
+                async_stager=cast(Any, self._open_stager()),
             )
         if enable_garbage_collection:
             GarbageCollection.collect("after the checkpoint was handed over")
@@ -226,15 +223,13 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool) -> bool:
         if not self._should_save(curr_step, last_step):
+            if not self.load_only:
+                self._prewarm()
             return False
         sl.add_step_tag("checkpoint_save")
-        earlier_failure: CheckpointSaveError | None = None
-        try:
-            self.maybe_wait_for_saving()
-        except CheckpointSaveError as error:
-            if not last_step:
-                raise
-            earlier_failure = error  # the last chance to keep the work comes first
+        earlier_failure = self._settle_previous(last_step)
+        if earlier_failure is not None and not last_step:
+            raise earlier_failure  # after the last step, the last chance to keep the work comes first
         checkpoint_id = self._create_checkpoint_id(curr_step)
         mode = AsyncMode.DISABLED if last_step else self.async_mode
         self._report = SaveReport(
@@ -260,6 +255,35 @@ class CheckpointManager(BaseCheckpointManager):
         if earlier_failure is not None:
             raise earlier_failure
         return True
+
+    def _open_stager(self) -> DefaultStager:
+        if self.stager is None:
+            self.stager = DefaultStager(
+                StagingOptions(),  # everything that the machine can do
+                group=self.pg,
+                timeout=timedelta(seconds=self.timeout_seconds),
+                find_can_wait=lambda: changed_by_updates_only(self.states),
+            )
+        return self.stager
+
+    def _prewarm(self) -> None:
+        if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
+            self._open_stager().prewarm(self._flattened_model_states_sd())
+
+    def _settle_previous(self, last_step: bool) -> CheckpointSaveError | None:
+        """Wait for the save in flight; what it failed with."""
+        failure: CheckpointSaveError | None = None
+        try:
+            self.maybe_wait_for_saving()
+        except CheckpointSaveError as error:
+            failure = error
+        if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            failure, can_stage = settle(
+                self._open_stager(), failure, self.pg, needs_writer=not last_step
+            )
+            if not can_stage:
+                self.stager, self.async_mode = None, AsyncMode.DISABLED
+        return failure
 
     def _dispatch(self, checkpoint_id: str) -> None:
         if self.async_mode is not AsyncMode.DISABLED:

@@ -9,8 +9,11 @@ called complete can be missing. Here the names are synced too, and in this order
 """
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, STATE_DICT_TYPE
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -49,12 +52,29 @@ class CopyingStager:
         self._stager.close()
 
 
+class CommittingFileSystem(FileSystem):
+    """DCP's local file system, with a last question before a file gets its final name."""
+
+    before_rename: Callable[[], None] | None = None
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        if self.before_rename is not None:
+            self.before_rename()
+        super().rename(path, new_path)
+
+
 class DurableFileSystemWriter(FileSystemWriter):
     """DCP's file writer that syncs directories and stages through a kept copy."""
 
     def __init__(self, path: str, *, stager: CopyingStager | None = None) -> None:
         super().__init__(path)
+        self.fs = CommittingFileSystem()
         self._kept_stager = stager
+
+    def commit_only_if(self, check: Callable[[], None]) -> None:
+        """Call ``check`` immediately before ``.metadata`` gets its name; what it raises prevents that."""
+        assert isinstance(self.fs, CommittingFileSystem)
+        self.fs.before_rename = check
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """Called by ``async_save`` in the training thread."""

@@ -6,7 +6,7 @@ else lies under its state key. That layout is what makes a checkpoint readable b
     ModelWrapper.state_dict -> flatten_states -> the dict that a backend writes or fills
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -113,6 +113,20 @@ def _can_receive(cached: Any, fresh: Any, in_use: set[int]) -> bool:
         and _layout(cached) == _layout(fresh)
         and _place(cached)[0] not in in_use
     )
+
+
+def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.Tensor], bool]:
+    """Tells whether nothing but the optimizer's step changes a tensor below a key of a checkpoint.
+
+    A copy of such a tensor may be made during the next forward and backward pass. Buffers change in
+    there, and of other objects nobody knows.
+    """
+    buffers = {_place(buffer)[0] for part in states[MODEL].model for buffer in part.buffers()}
+
+    def is_still(key: str, tensor: torch.Tensor) -> bool:
+        return key == OPTIMIZER or (key not in states and _place(tensor)[0] not in buffers)
+
+    return is_still
 
 
 def flatten_states(

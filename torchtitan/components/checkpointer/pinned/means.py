@@ -1,0 +1,124 @@
+"""What this machine can do to copy beside training, found out before the first step.
+
+Pinned memory and copies that do not block need an accelerator; memory that two processes share is
+needed on every machine. Asked at the start and said in one line, so that no step fails over it.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor as torch_executor
+from torch.distributed.checkpoint.staging import StagingOptions
+
+from torchtitan.tools.logging import logger
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """How a staged copy is made here."""
+
+    device: torch.device | None
+    """The accelerator whose side stream carries the copies; None copies on the CPU."""
+
+    pins: bool
+    """The shared memory can be locked, so that the accelerator copies into it by itself."""
+
+    @property
+    def in_words(self) -> str:
+        """For the one line at the start of a run."""
+        if self.device is None:
+            memory = "shared memory, not pinned because this machine trains without an accelerator"
+            return f"{memory}; a thread copies into it"
+        memory = "pinned shared memory" if self.pins else "shared memory that cannot be pinned"
+        return f"{memory}; a stream of its own on {self.device} copies into it"
+
+
+def find_means(options: StagingOptions) -> Means:
+    """As much of ``options`` as this machine has."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps" or not options.use_non_blocking_copy:
+        return Means(device=None, pins=False)
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    pins = options.use_pinned_memory and accelerator.type == "cuda" and torch.cuda.is_available()
+    return Means(device=device, pins=pins)
+
+
+def announce() -> None:
+    """Say in one line how saves are staged on this machine.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if problem := obstacle():
+        raise ValueError(
+            f"--checkpoint.async_mode async_with_pinned_mem cannot work here: {problem}. Use "
+            "--checkpoint.async_mode async, which needs neither shared memory nor a process of its own."
+        )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(
+            f"Saves are staged in {find_means(StagingOptions()).in_words}; a process writes them."
+        )
+
+
+def obstacle() -> str | None:
+    """Why this mode cannot work on this machine at all, or None."""
+    if not hasattr(torch_executor, "_CHECKPOINT_PROCESS"):
+        return f"torch {torch.__version__} starts writer processes in another way than 2.13 does"
+    try:
+        os.close(os.memfd_create("torchtitan-probe"))
+    except (AttributeError, OSError) as error:
+        return f"this system has no memory that two processes can share (memfd_create: {error})"
+    return None
+
+
+def memory_shortage(needed_bytes: int) -> str | None:
+    """Why ``needed_bytes`` more on every rank of this machine are too much, or None."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    available = available_memory_bytes()
+    if available is None or needed_bytes * num_ranks <= available:
+        return None
+    return (
+        f"staging needs {_gib(needed_bytes)} on each of the {num_ranks} ranks of this machine, and only "
+        f"{_gib(available)} of memory are free"
+    )
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that can still be used here, by the machine and by the limit of the container."""
+    found = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            with open(limit, encoding="ascii") as most, open(used, encoding="ascii") as now:
+                # "max" is no number: there is no limit. Cached files count as used, but give way:
+                # a limit is compared with the whole of it, not with what is left.
+                found.append(int(most.read()) - _unreclaimable(int(now.read())))
+        except (OSError, ValueError):
+            pass
+    return min(found, default=None)
+
+
+def _unreclaimable(used_bytes: int) -> int:
+    try:
+        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as stat:
+            fields = dict(line.split() for line in stat)
+        return used_bytes - int(fields["file"]) + int(fields["shmem"])
+    except (OSError, KeyError, ValueError):
+        return used_bytes
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

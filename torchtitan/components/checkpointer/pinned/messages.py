@@ -1,0 +1,54 @@
+"""What a trainer and its writer process say to each other; everything large lies in the arena.
+
+The messages are small on purpose: sending one can never block on a writer that was stopped.
+"""
+
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """How the writer processes of all ranks find each other."""
+
+    rank: int
+    world_size: int
+    host: str
+    """Where rank 0 keeps their store; empty when there is one rank."""
+    port: int
+    generation: int
+    """Counts how often the writers were replaced, which all ranks do together."""
+    timeout: timedelta
+    """For each of their collectives, and so for the slowest rank's write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Save what lies in the arena."""
+
+    path: str
+    mapped_bytes: int
+    """How much of the arena to map."""
+    payload_offset: int
+    payload_bytes: int
+    writer: bytes = b""
+    """The pickled storage writer."""
+    failure: BaseException | None = None
+    """The copy failed: let this be the error of all ranks, instead of a rank that never comes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """A request was carried out, or failed."""
+
+    failure: BaseException | None = None
+
+
+def portable(error: BaseException) -> BaseException:
+    """``error`` itself if it survives the way to the other process, else one with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,82 @@
+"""Before a save: the ranks agree how the previous one ended, and whether their writers still work.
+
+A writer process that dies fails the save on its own rank for sure; on another one the save may even
+have succeeded. Ranks that then went different ways would wait for each other for ever.
+"""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from torchtitan.components.checkpointer.agreement import gather
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
+from torchtitan.distributed.failure import is_echo
+from torchtitan.tools.logging import logger
+
+
+class Verdict(NamedTuple):
+    """The same on all ranks."""
+
+    failure: CheckpointSaveError | None
+    """How the previous save failed."""
+    can_stage: bool
+    """Whether further saves can be staged. If not, all ranks have said so and closed their stagers."""
+
+
+class _Report(NamedTuple):
+    failure: str | None
+    is_echo: bool
+    is_usable: bool
+    shortages: list[str]
+
+
+def settle(
+    stager: SharedMemoryStager,
+    failure: CheckpointSaveError | None,
+    group: "dist.ProcessGroup | None",
+    *,
+    needs_writer: bool,
+) -> Verdict:
+    """Agree, and replace the writer processes of all ranks if one of them is no longer usable.
+
+    All together: those that live are still connected to the one that died. Collective over ``group``.
+
+    Args:
+        failure: what this rank's previous save failed with.
+        needs_writer: a save through the writer processes follows.
+    """
+    own = _Report(
+        failure=None if failure is None else str(failure),
+        is_echo=failure is not None and is_echo(failure),
+        is_usable=stager.has_usable_writer,
+        shortages=[*stager.shortages],
+    )
+    reports = gather(own, group)
+    shortages = [shortage for report in reports for shortage in report.shortages]
+    if needs_writer and not shortages and not all(report.is_usable for report in reports):
+        stager.start_writer()
+        shortages = [shortage for found in gather([*stager.shortages], group) for shortage in found]
+    if shortages:
+        # The memory of one rank does not get larger by waiting, and a mode is one of all ranks.
+        logger.warning(
+            "From now on training waits for each save, as with --checkpoint.async_mode disabled: "
+            f"{shortages[0]}."
+        )
+        stager.close()
+    return Verdict(_agreed_failure(failure, reports), can_stage=not shortages)
+
+
+def _agreed_failure(
+    own: CheckpointSaveError | None, reports: list[_Report]
+) -> CheckpointSaveError | None:
+    # What a rank only felt of another one's end says less than what that one says.
+    causes = [report for report in reports if report.failure is not None and not report.is_echo]
+    felt = [report for report in reports if report.failure is not None]
+    for report in causes + felt:
+        if own is not None and str(own) == report.failure:
+            return own
+        agreed = CheckpointSaveError(report.failure)
+        agreed.__cause__ = own
+        return agreed
+    return None

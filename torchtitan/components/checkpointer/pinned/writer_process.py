@@ -1,0 +1,126 @@
+"""One writer process, as the trainer sees it: start it, let it save, end it.
+
+The process is started from this file alone, not forked and not spawned by multiprocessing: it runs no
+user code, imports no main module, and inherits two descriptors (a socket and the arena).
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+from torchtitan.components.checkpointer.pinned.arena import Arena
+from torchtitan.components.checkpointer.pinned.messages import Meeting, Reply, Request
+
+WRITER_MODULE = "torchtitan.components.checkpointer.pinned.writer_main"
+_END_SECONDS = 10.0
+
+
+class WriterDiedError(RuntimeError):
+    """The writer process ended before it had answered."""
+
+
+class WriterProcess:
+    """Starts a process that writes what lies in ``arena``, together with those of the other ranks."""
+
+    def __init__(self, arena: Arena, meeting: Meeting) -> None:
+        self._timeout = meeting.timeout
+        self._connection, theirs = multiprocessing.Pipe()
+        # The kernel's own notice of death follows the thread that starts the process, not the trainer.
+        follows_thread = threading.current_thread() is threading.main_thread()
+        arguments = [theirs.fileno(), arena.fd, os.getpid(), int(follows_thread)]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", WRITER_MODULE, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), arena.fd),
+                env=_environment(),
+                # Ctrl-C goes to a whole process group: the trainer is to end in order, with the save
+                # in flight, and so its writer must live on for a while.
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        self._connection.send(meeting)
+        self._is_out_of_step = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the process lives and is still in step with the writers of the other ranks."""
+        return not self._is_out_of_step and self._process.poll() is None
+
+    def save(self, request: Request) -> None:
+        """Carry out ``request``; returns when the checkpoint is durable on all ranks.
+
+        Raises what failed in the writer process, or ``WriterDiedError`` or ``TimeoutError``, after
+        which the process is no longer usable.
+        """
+        try:
+            self._connection.send(request)
+            if not self._connection.poll(self._timeout.total_seconds()):
+                raise TimeoutError
+            reply = self._connection.recv()
+        except TimeoutError:
+            self.kill()
+            raise TimeoutError(_late(self._timeout)) from None
+        except (EOFError, OSError) as error:
+            self._is_out_of_step = True
+            raise WriterDiedError(self._obituary()) from error
+        assert isinstance(reply, Reply)
+        if reply.failure is not None:
+            # DCP's own error is one that all ranks have agreed on; after any other one the ranks
+            # stand at different places of the protocol.
+            self._is_out_of_step = isinstance(reply.failure, Exception)
+            raise reply.failure
+
+    def kill(self) -> None:
+        """End the process now, whatever it does."""
+        self._is_out_of_step = True
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+    def end(self) -> None:
+        """End the process, which must be idle, and wait for it."""
+        self._is_out_of_step = True
+        self._connection.close()  # which it takes for the end of its trainer
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _obituary(self) -> str:
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"the writer process {self.pid} closed its connection without an answer"
+        how = f"with exit code {code}; its own words are in the log"
+        if code < 0:
+            how = f"by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += ", as when the machine runs out of memory"
+        return (
+            f"the writer process {self.pid} was ended {how}. Training is not touched; the next save "
+            "starts new ones on all ranks"
+        )
+
+
+def _late(timeout: timedelta) -> str:
+    return (
+        f"the writer process did not finish within {timeout.total_seconds():.0f} s "
+        "(--checkpoint.timeout_seconds) and was ended"
+    )
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # It finds what this process finds, whatever was put into sys.path since the start.
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    # It only reads memory of the CPU: without a device it cannot take memory on one by mistake.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["OMP_NUM_THREADS"] = "1"
+    return environment
