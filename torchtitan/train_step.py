@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer.rank_state import preserved_generators
 from torchtitan.components.data import DataloaderExhaustedError, TrainerBatch
 from torchtitan.components.loss import BaseLoss, IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
@@ -44,7 +45,10 @@ class TrainStep:
         Raises:
             DataloaderExhaustedError: no batch is left. (A generator may not raise StopIteration.)
         """
-        data_iterator = iter(data_iterable)
+        # Iterating over some loaders draws a random number. A resumed run begins to iterate once
+        # more, with generators that were restored already.
+        with preserved_generators(self.device):
+            data_iterator = iter(data_iterable)
         while True:
             started_at = time.perf_counter()
             with sl.log_trace_span("fetching_batch"):

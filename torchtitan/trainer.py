@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan import assembly
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager, TRAIN_STATE
+from torchtitan.components.checkpointer.rank_state import RankState
+from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.components.data import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.components.loss import BaseLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -178,6 +180,10 @@ class Trainer(TrainStep, Stateful, Configurable):
         if self.device.type != "cpu":
             utils.device_module.set_device(self.device)
         self.parallel_dims = self.init_distributed()
+        # Whoever has state of its own on each rank registers it here, before training starts.
+        self.rank_state = RankState(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), device=self.device
+        )
         self.peers = self._watch_peers()
         try:
             self._build(config)
@@ -263,7 +269,7 @@ class Trainer(TrainStep, Stateful, Configurable):
             model_parts=self.model_parts,
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
-            states={TRAIN_STATE: self},
+            states={TRAIN_STATE: self, RANK_STATE: self.rank_state},
         )
         self.validator = assembly.build_validator(
             config, share, self.parallel_dims, self.loss_fn, self.metrics_processor

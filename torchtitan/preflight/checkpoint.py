@@ -15,11 +15,12 @@ from torchtitan.components.checkpointer import (
 from torchtitan.components.checkpointer.dcp_index import DcpStorage, finder
 from torchtitan.components.checkpointer.errors import CheckpointError
 from torchtitan.components.checkpointer.source import find_start, Request
+from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.preflight.folders import write_problem
 from torchtitan.tools import filesystem
 from torchtitan.trainer import Trainer
 
-_STATE_KEYS = frozenset({OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE})
+_STATE_KEYS = frozenset({OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RANK_STATE})
 _RESTARTS = re.compile(r"(?:^|\s)--max[-_]restarts(?:=|\s+)(\S+)")
 
 

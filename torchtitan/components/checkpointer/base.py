@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed
-
 from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
 from torchtitan.components.checkpointer.history import supersede, supersede_newer
+from torchtitan.components.checkpointer.rank_state import RankState
 from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
 from torchtitan.components.checkpointer.schedule import SaveSchedule
 from torchtitan.components.checkpointer.settings import CheckpointSettings, violations
@@ -31,6 +31,7 @@ from torchtitan.components.checkpointer.state import (
     MODEL,
     ModelWrapper,
     OPTIMIZER,
+    RANK_STATE,
     TRAIN_STATE,
 )
 from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
@@ -53,7 +54,9 @@ __all__ = [
 ]
 
 
-_FIRST_STEP_IGNORED = "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
+_FIRST_STEP_IGNORED = (
+    "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
+)
 
 
 class BaseCheckpointManager(Configurable, ABC):
@@ -84,7 +87,12 @@ class BaseCheckpointManager(Configurable, ABC):
     _expiring: frozenset[str] = frozenset()
 
     def __init__(
-        self, config: Config, *, storage: MovingStorage, base_folder: str, sd_adapter: Any
+        self,
+        config: Config,
+        *,
+        storage: MovingStorage,
+        base_folder: str,
+        sd_adapter: Any,
     ) -> None:
         # Before anything else: an object that is refused here has nothing to close.
         if config.enable and config.last_save_in_hf and sd_adapter is None:
@@ -121,7 +129,9 @@ class BaseCheckpointManager(Configurable, ABC):
         self.purge_thread: threading.Thread | None = None
         if self.keep_latest_k > 0 and not self.load_only:
             self.purge_thread = threading.Thread(
-                target=purge_thread, args=(self.purge_queue, self._storage.remove), daemon=True
+                target=purge_thread,
+                args=(self.purge_queue, self._storage.remove),
+                daemon=True,
             )
             self.purge_thread.start()
 
@@ -145,7 +155,13 @@ class BaseCheckpointManager(Configurable, ABC):
         if not self.enable:
             return False
         with sl.log_trace_span("checkpoint_load"):
-            return self._load(step)
+            if not self._load(step):
+                return False
+            # Last of all: loading draws random numbers, and this sets the generators.
+            rank_state = getattr(self, "states", {}).get(RANK_STATE)
+            if isinstance(rank_state, RankState):
+                rank_state.restore_last(self._loaded_step or 0)
+            return True
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save after ``curr_step`` if a save is due.
@@ -256,7 +272,9 @@ class BaseCheckpointManager(Configurable, ABC):
             hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
         )
 
-        start = rank_zero_decides(lambda: find_start(request, self._own_folder(), self._finder()))
+        start = rank_zero_decides(
+            lambda: find_start(request, self._own_folder(), self._finder())
+        )
         # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
         # everything but the step: whatever is beyond then belongs to another history.
         counts_on = TRAIN_STATE not in self.exclude_from_loading
@@ -300,7 +318,9 @@ class BaseCheckpointManager(Configurable, ABC):
         if self._history_settled or self._loaded_step is None:
             return []
         steps = self._finder().complete_steps(self.folder)
-        return supersede_newer(self._storage, self.folder, steps, than=self._loaded_step)
+        return supersede_newer(
+            self._storage, self.folder, steps, than=self._loaded_step
+        )
 
     def _should_purge(self) -> bool:
         return (
@@ -331,7 +351,9 @@ class BaseCheckpointManager(Configurable, ABC):
             self._storage.remove(path)
             logger.info(f"Deleted {path}, left behind by a save that did not finish.")
         except Exception as error:
-            logger.warning(f"Could not delete the unfinished checkpoint {path}: {error}.")
+            logger.warning(
+                f"Could not delete the unfinished checkpoint {path}: {error}."
+            )
 
     def _stop_purging(self) -> None:
         """Delete what is queued, then end the thread."""

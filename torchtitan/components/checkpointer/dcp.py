@@ -5,7 +5,7 @@ asynchronous modes DCP's collectives run on a gloo group of their own in a backg
 because on the training group they would interleave with training's and dead-lock.
 
     _save -> _make_ready -> dcp_save -> dcp.save | dcp.async_save -> DurableFileSystemWriter
-    _load -> _choose_start -> dcp_index.require_match -> dcp_load -> dcp.load -> the states
+    _load -> _choose_start -> templates, dcp_index.require_match -> dcp_load -> dcp.load -> the states
 """
 
 import time
@@ -18,12 +18,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+)
 from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
-from torchtitan.components.checkpointer.dcp_index import DcpStorage as _FilesystemCheckpointStorage
-from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
+from torchtitan.components.checkpointer.dcp_index import (
+    DcpStorage as _FilesystemCheckpointStorage,
+)
+from torchtitan.components.checkpointer.dcp_writer import (
+    CopyingStager,
+    DurableFileSystemWriter,
+)
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.errors import (
     cause_of,
@@ -39,7 +46,9 @@ from torchtitan.components.checkpointer.in_flight import (
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.settling import settle
-from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
+from torchtitan.components.checkpointer.pinned.stager import (
+    SharedMemoryStager as DefaultStager,
+)
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.source import require_step
 from torchtitan.components.checkpointer.state import (
@@ -51,9 +60,11 @@ from torchtitan.components.checkpointer.state import (
     MODEL,
     ModelWrapper,
     OPTIMIZER,
+    RANK_STATE,
     require_known,
     TRAIN_STATE,
 )
+from torchtitan.components.checkpointer.templates import snapshots, templates
 from torchtitan.config.violations import reject
 from torchtitan.distributed.utils import patience
 from torchtitan.observability import structured_logger as sl
@@ -81,7 +92,9 @@ class CheckpointManager(BaseCheckpointManager):
             mode = str(getattr(self.async_mode, "value", self.async_mode)).lower()
             known = [member.value for member in AsyncMode]
             if mode not in known:
-                reject(f"Invalid async_mode {self.async_mode!r}: choose one of {known}.")
+                reject(
+                    f"Invalid async_mode {self.async_mode!r}: choose one of {known}."
+                )
                 return
             self.async_mode = mode  # pyrefly: ignore[bad-assignment]  (checked above)
 
@@ -133,7 +146,11 @@ class CheckpointManager(BaseCheckpointManager):
             means.announce()
         is_async = self.async_mode is not AsyncMode.DISABLED
         # A cast, because new_group answers with a number on ranks that are not members.
-        self.pg = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if is_async else None
+        self.pg = (
+            cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            if is_async
+            else None
+        )
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
         return dcp_index.parse_entry(filename)
@@ -142,13 +159,23 @@ class CheckpointManager(BaseCheckpointManager):
         return dcp_index.is_complete(self._storage, checkpoint_id)
 
     def _kind_of(self, checkpoint_id: str) -> Kind:
-        others = {key for key, value in self.states.items() if key != MODEL and value is not None}
+        others = {
+            key
+            for key, value in self.states.items()
+            if key != MODEL and value is not None
+        }
         return dcp_index.kind_of(self._storage, checkpoint_id, others)
 
     def _flattened_model_states_sd(
         self, state_dict: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        return flatten_states(self.states if state_dict is None else state_dict)
+        """The top level of a checkpoint; without ``state_dict``, of everything, to be saved."""
+        if state_dict is None:
+            return snapshots(flatten_states(self.states), self._other_keys())
+        return flatten_states(state_dict)
+
+    def _other_keys(self) -> frozenset[str]:
+        return frozenset(self.states) - {MODEL}
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         """The entries to fill, as they lie in a checkpoint.
@@ -160,7 +187,9 @@ class CheckpointManager(BaseCheckpointManager):
             return self.states[MODEL].state_dict()
         require_known(self.exclude_from_loading, self.states)
         kept = {
-            key: value for key, value in self.states.items() if key not in self.exclude_from_loading
+            key: value
+            for key, value in self.states.items()
+            if key not in self.exclude_from_loading
         }
         return self._flattened_model_states_sd(kept)
 
@@ -189,7 +218,9 @@ class CheckpointManager(BaseCheckpointManager):
                 self._copying_stager = CopyingStager()
             result = dcp.async_save(
                 state_dict,
-                storage_writer=DurableFileSystemWriter(checkpoint_id, stager=self._copying_stager),
+                storage_writer=DurableFileSystemWriter(
+                    checkpoint_id, stager=self._copying_stager
+                ),
                 checkpoint_id=checkpoint_id,
                 process_group=self.pg,
             )
@@ -308,7 +339,9 @@ class CheckpointManager(BaseCheckpointManager):
         checkpoint_id = self._create_checkpoint_id(curr_step)
         if not self.last_save_model_only:
             logger.info(f"Saving the full state after the last step, {curr_step}.")
-            self.dcp_save(self._flattened_model_states_sd(), checkpoint_id, AsyncMode.DISABLED)
+            self.dcp_save(
+                self._flattened_model_states_sd(), checkpoint_id, AsyncMode.DISABLED
+            )
             return
         logger.info(
             f"Saving only the model, in {self.export_dtype}, after the last step, {curr_step}."
@@ -330,8 +363,12 @@ class CheckpointManager(BaseCheckpointManager):
         started_at = time.monotonic()
         states = self._states_to_load(source.model_only)
         if not source.from_hf:
+            outline = dcp_index.read_outline(source.path, self.pg)
+            states = templates(states, self._other_keys(), outline)
+            # A run without per-rank state may load a checkpoint that has it.
+            others = self._other_keys() | {RANK_STATE}
             dcp_index.require_match(
-                source.path, states, other_keys=set(self.states) - {MODEL}, group=self.pg
+                source.path, states, other_keys=others, group=self.pg, outline=outline
             )
         try:
             self.dcp_load(states, source.path, source.from_hf, source.from_quantized)

@@ -19,6 +19,7 @@ from torchtitan.components.checkpointer.agreement import gather, rank_zero_decid
 from torchtitan.components.checkpointer.discovery import Finder, Kind, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
 from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
+from torchtitan.components.checkpointer.templates import Outline, SavedEntry
 from torchtitan.tools.logging import logger
 
 
@@ -130,17 +131,42 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Lea
             yield f"{prefix}{name}", Leaf(None, None)
 
 
+def outline_of(index: Metadata) -> dict[str, SavedEntry]:
+    """Every entry of a checkpoint: where it belongs, and what kind of value it is."""
+    paths: Mapping[str, Any] = index.planner_data or {}
+    found = {}
+    for name, entry in index.state_dict_metadata.items():
+        key, _, rest = name.partition(".")
+        leaf = _leaf(entry)
+        # Another planner may have written no paths.
+        path = paths.get(name, (key, rest) if rest else (key,))
+        found[name] = SavedEntry(path=path, shape=leaf.shape, dtype=leaf.dtype)
+    return found
+
+
+def read_outline(path: str, group: "dist.ProcessGroup | None" = None) -> dict[str, SavedEntry]:
+    """The outline of the checkpoint at ``path``, on every rank; a collective.
+
+    Raises:
+        CheckpointReadError: the index cannot be read, on all ranks.
+    """
+    # Rank 0 alone reads: a rank that failed to, by itself, would leave the others waiting.
+    return rank_zero_decides(lambda: outline_of(read_index(path)), group)
+
+
 def require_match(
     path: str,
     states: Mapping[str, Any],
     *,
-    other_keys: set[str],
+    other_keys: Set[str],
     group: "dist.ProcessGroup | None" = None,
+    outline: Outline | None = None,
 ) -> None:
     """Check that the checkpoint can fill ``states``; a collective.
 
     Args:
         states: what to fill, as it lies in the checkpoint.
+        outline: what ``read_outline`` gave, or None to read it here.
         other_keys: state keys besides the model's; their surplus entries are fine, because a
             checkpoint may hold more than a run restores.
 
@@ -148,9 +174,9 @@ def require_match(
         CheckpointMismatchError: names every missing, unexpected and mis-shaped key, on all ranks.
         CheckpointReadError: the index cannot be read, on all ranks.
     """
+    saved = read_outline(path, group) if outline is None else outline
     wanted = _union(dict(leaves(states)), group)
-    # Rank 0 alone reads: a rank that failed to, by itself, would leave the others waiting.
-    rank_zero_decides(lambda: _compare(path, wanted, read_index(path), other_keys), group)
+    rank_zero_decides(lambda: _compare(path, wanted, saved, other_keys), group)
 
 
 def _union(own: dict[str, Leaf], group: "dist.ProcessGroup | None") -> dict[str, Leaf]:
@@ -167,10 +193,8 @@ def _leaf(entry: Any) -> Leaf:
     return Leaf(tuple(entry.size), entry.properties.dtype)
 
 
-def _compare(
-    path: str, wanted: Mapping[str, Leaf], metadata: Metadata, other_keys: Set[str]
-) -> None:
-    saved = {name: _leaf(entry) for name, entry in metadata.state_dict_metadata.items()}
+def _compare(path: str, wanted: Mapping[str, Leaf], outline: Outline, other_keys: Set[str]) -> None:
+    saved = {name: Leaf(entry.shape, entry.dtype) for name, entry in outline.items()}
     missing = sorted(wanted.keys() - saved.keys())
     unexpected = sorted(
         name for name in saved.keys() - wanted.keys() if name.partition(".")[0] not in other_keys

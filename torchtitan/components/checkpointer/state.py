@@ -19,6 +19,7 @@ OPTIMIZER = "optimizer"
 LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
+RANK_STATE = "rank_state"
 
 
 class ModelWrapper(Stateful):

@@ -11,7 +11,7 @@ parameter that no optimizer updates would be a silent hole in the training.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -32,9 +32,12 @@ from torchtitan.components.optimizer.checks import (
     unused_names,
 )
 from torchtitan.components.optimizer.utils import (
+    flat_optim_template,
     get_flat_optim_state_dict,
     init_optim_state,
     load_flat_optim_state_dict,
+    reset_step_counts,
+    SavedEntry,
 )
 from torchtitan.config import Configurable
 from torchtitan.config.violations import reject
@@ -258,14 +261,30 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
             inner.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The flat state of all optimizers, tensors by reference; creates state that is not there yet.
+        """The flat state of all optimizers, tensors by reference.
 
+        An optimizer that has not stepped yet is given the state from which its first step starts.
         Raises ``ValueError`` when parameters of two model parts have one name.
         """
-        merged: dict[str, Any] = {}
+        return self._merged(get_flat_optim_state_dict(inner) for inner in self._initialized())
+
+    def load_template(self, saved: Mapping[str, SavedEntry]) -> dict[str, Any]:
+        """The flat dict to fill from a checkpoint that holds ``saved``; errors as ``state_dict``."""
+        _log_frozen(self.model_parts, self.optimizers, saved)
+        return self._merged(flat_optim_template(inner, saved) for inner in self._initialized())
+
+    def _initialized(self) -> Iterator[T]:
         for inner in self:
+            is_new = not inner.state
             init_optim_state(inner)
-            flat = get_flat_optim_state_dict(inner)
+            if is_new:
+                reset_step_counts(inner)
+            yield inner
+
+    @staticmethod
+    def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for flat in parts:
             shared = sorted(merged.keys() & flat.keys())
             if shared:
                 raise ValueError(
@@ -303,6 +322,25 @@ def _log_groups(
         logger.info(
             f"{name} for model part {part_index}, pattern {pattern!r}: "
             f"{len(group['params'])} tensors, {size:,} parameters, {settings}"
+        )
+
+
+def _log_frozen(
+    model_parts: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    saved: Mapping[str, SavedEntry],
+) -> None:
+    """Say which saved state has no place here, because its parameters are frozen now."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    trained = {fqn for o in optimizers for group in o.param_groups for fqn in group["param_names"]}
+    names = {canonical_fqn(name) for part in model_parts for name, _ in part.named_parameters()}
+    kept = {key.removeprefix("state.").rpartition(".")[0] for key in saved if key[:6] == "state."}
+    frozen = sorted((names - trained) & kept)
+    if frozen:
+        logger.warning(
+            f"The checkpoint holds optimizer state of {len(frozen)} parameters that are frozen in "
+            f"this run ({frozen[0]}, ...). It is not taken over, and later checkpoints lack it."
         )
 
 

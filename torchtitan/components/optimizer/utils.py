@@ -8,22 +8,40 @@ as a group, a pipeline stage or a frozen layer changes, so checkpoints hold name
 
 One such dict can therefore serve several optimizers and model parts: each takes what it owns. The one
 fact to know: an optimizer that has not stepped yet has no state at all, and a template taken from it
-would load nothing without an error. ``init_optim_state`` comes first, always.
+would load nothing without an error. ``init_optim_state`` comes first, always. A parameter that never
+had a gradient has no state beside others that have, and must have none again after a load: with
+invented state its first step would count as its second.
 
     save   init_optim_state -> get_flat_optim_state_dict -> writer
-    load   init_optim_state -> get_flat_optim_state_dict -> filled in place -> load_flat_optim_state_dict
+    load   init_optim_state -> flat_optim_template -> filled in place -> load_flat_optim_state_dict
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["init_optim_state", "get_flat_optim_state_dict", "load_flat_optim_state_dict"]
+__all__ = [
+    "flat_optim_template",
+    "get_flat_optim_state_dict",
+    "init_optim_state",
+    "load_flat_optim_state_dict",
+    "reset_step_counts",
+]
 
 # Group entries that say which parameters a group has, not how it treats them.
 _IDENTITY_KEYS = frozenset({"params", "param_names"})
+
+
+class SavedEntry(Protocol):
+    """One entry of a checkpoint; no tensor where ``shape`` and ``dtype`` are None."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
 
 
 def init_optim_state(optim: Optimizer) -> None:
@@ -51,6 +69,13 @@ def init_optim_state(optim: Optimizer) -> None:
         optim.zero_grad(set_to_none=True)
 
 
+def reset_step_counts(optim: Optimizer) -> None:
+    """Let the state that ``init_optim_state`` has just created count no step."""
+    for param_state in optim.state.values():
+        if isinstance(param_state.get("step"), torch.Tensor):
+            param_state["step"].zero_()
+
+
 def get_flat_optim_state_dict(optim: Optimizer) -> dict[str, Any]:
     """The flat dict of ``optim``; tensors are the live ones, not copies.
 
@@ -76,21 +101,48 @@ def get_flat_optim_state_dict(optim: Optimizer) -> dict[str, Any]:
     return flat
 
 
+def flat_optim_template(optim: Optimizer, saved: Mapping[str, SavedEntry]) -> dict[str, Any]:
+    """The flat dict to fill from a checkpoint that holds ``saved``; ``init_optim_state`` comes first.
+
+    It has state only for parameters of which there is state in ``saved``; there it asks for all
+    that the optimizer uses. Parameters that are not in ``saved`` at all, because they were frozen
+    then, follow the settings of their group.
+    """
+    fqns = _fqns_in_order(optim)
+    saved_keys = _state_keys_by_fqn(saved, fqns)
+    template: dict[str, Any] = {}
+    for fqn, param in zip(fqns, _params_in_order(optim), strict=True):
+        if fqn not in saved_keys:
+            continue
+        live = dict(_flatten(f"state.{fqn}", optim.state.get(param, {})))
+        # Frozen since the optimizer was built, so that nothing has created state for it here.
+        template |= live or {key: _room_for(saved[key], param) for key in saved_keys[fqn]}
+    for group in optim.param_groups:
+        settings = {key: value for key, value in group.items() if key not in _IDENTITY_KEYS}
+        for fqn in _with_settings(group, saved) or group["param_names"]:
+            template |= {f"param_groups.{fqn}.{key}": value for key, value in settings.items()}
+    return template
+
+
 def load_flat_optim_state_dict(optim: Optimizer, flat: Mapping[str, Any]) -> None:
     """Load into ``optim`` what ``flat`` holds for its parameters.
 
-    Which state to look for is read from the live state, so ``init_optim_state`` must have run.
-    Absent ``state.*`` entries are skipped and entries of other optimizers ignored. State keeps the
-    dtype it has now. Raises ``KeyError`` for a missing group entry and ``ValueError`` for tensors of
-    another shape.
+    Which state to look for is read from the live state, so ``init_optim_state`` must have run; a
+    parameter without live state takes all there is. Where ``flat`` has no state there is none
+    afterwards. Entries of other optimizers are ignored. State keeps the dtype it has now. Raises
+    ``KeyError`` for a missing group entry and ``ValueError`` for tensors of another shape.
     """
     fqns = _fqns_in_order(optim)
-    params = [param for group in optim.param_groups for param in group["params"]]
+    params = _params_in_order(optim)
+    keys_by_fqn = _state_keys_by_fqn(flat, fqns)
     numbered_state: dict[int, dict[str, Any]] = {}
     mismatches: list[str] = []
     for param_id, (fqn, param) in enumerate(zip(fqns, params, strict=True)):
         live = optim.state.get(param, {})
-        found = _collect(f"state.{fqn}", live, flat, mismatches)
+        if live:
+            found = _collect(f"state.{fqn}", live, flat, mismatches)
+        else:
+            found = _nested({key: flat[key] for key in keys_by_fqn.get(fqn, ())}, f"state.{fqn}.")
         if found:
             numbered_state[param_id] = found
     if mismatches:
@@ -124,6 +176,57 @@ def _fqns_in_order(optim: Optimizer) -> list[str]:
             )
         fqns.extend(names)
     return fqns
+
+
+def _params_in_order(optim: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optim.param_groups for param in group["params"]]
+
+
+def _state_keys_by_fqn(keys: Iterable[str], fqns: Iterable[str]) -> dict[str, list[str]]:
+    """The ``state.*`` keys of each parameter that has any."""
+    known = set(fqns)
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        kind, *parts = key.split(".")
+        if kind != "state":
+            continue
+        # The longest name wins, because names of nested state follow that of the parameter.
+        for end in range(len(parts) - 1, 0, -1):
+            fqn = ".".join(parts[:end])
+            if fqn in known:
+                found.setdefault(fqn, []).append(key)
+                break
+    return found
+
+
+def _with_settings(group: Mapping[str, Any], flat: Mapping[str, Any]) -> list[str]:
+    """The parameters of ``group`` for which ``flat`` holds settings."""
+    keys = [key for key in group if key not in _IDENTITY_KEYS]
+    return [
+        fqn
+        for fqn in group["param_names"]
+        if any(f"param_groups.{fqn}.{key}" in flat for key in keys)
+    ]
+
+
+def _room_for(entry: SavedEntry, param: torch.Tensor) -> Any:
+    if entry.shape is None or entry.dtype is None:
+        return None
+    if entry.shape == tuple(param.shape):
+        return torch.zeros_like(param, dtype=entry.dtype, requires_grad=False)
+    return torch.zeros(entry.shape, dtype=entry.dtype)
+
+
+def _nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The state of one parameter, whose keys in ``flat`` all begin with ``prefix``."""
+    state: dict[str, Any] = {}
+    for key, value in flat.items():
+        *outer, name = key.removeprefix(prefix).split(".")
+        place = state
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return state
 
 
 def _flatten(prefix: str, nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -174,9 +277,11 @@ def _numbered_groups(
     first = 0
     for group in optim.param_groups:
         size = len(group["params"])
-        # All parameters of a group share its entries, so the first one speaks for all.
+        # All parameters of a group share its entries, so the first one speaks for all; one that
+        # was frozen when the state was saved has none.
+        speaker = (_with_settings(group, flat) or fqns[first : first + 1])[0]
         entries = {
-            key: f"param_groups.{fqns[first]}.{key}" for key in group if key not in _IDENTITY_KEYS
+            key: f"param_groups.{speaker}.{key}" for key in group if key not in _IDENTITY_KEYS
         }
         missing += [flat_key for flat_key in entries.values() if flat_key not in flat]
         values = {key: flat[flat_key] for key, flat_key in entries.items() if flat_key in flat}

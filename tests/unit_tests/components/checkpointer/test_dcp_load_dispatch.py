@@ -27,6 +27,7 @@ def _readable(request: pytest.FixtureRequest) -> Any:
     full = dcp_index.Kind.FULL
     with (
         patch.object(dcp_index, "kind_of", return_value=full),
+        patch.object(dcp_index, "read_outline", return_value={}),
         patch.object(dcp_index, "require_match"),
     ):
         yield
