@@ -5,6 +5,7 @@ of tensors, the small /dev/shm of a container is no limit, it has no name that c
 and the kernel frees it with the last process that holds it, however that one ended.
 """
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ ALIGNMENT = 64
 
 # Grown in steps of this size, so that a few more values do not mean a new mapping every time.
 _GRANULE_BYTES = 1 << 20
+_MFD_NOEXEC_SEAL = 8  # from linux/memfd.h; Python has no name for it
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -25,12 +27,24 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def anonymous_file() -> int:
+    """The descriptor of a new file in memory, without a name. Raises OSError if there is none."""
+    flags = os.MFD_CLOEXEC
+    try:
+        # Where only files that can never be executed are allowed (vm.memfd_noexec=2).
+        return os.memfd_create("checkpoint-staging", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("checkpoint-staging", flags)  # a kernel before 6.3
+
+
 class Arena:
     """Shared memory that only grows; ``fd`` is how the other process gets at it."""
 
     def __init__(self, fd: int | None = None) -> None:
         """Make a new, empty one, or attach to the one behind ``fd``, which is then owned."""
-        self.fd = os.memfd_create("checkpoint-staging") if fd is None else fd
+        self.fd = anonymous_file() if fd is None else fd
         self.size_bytes = 0
         self._memory: mmap.mmap | None = None
         self._pinned_at: int | None = None

@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor as torch_executor
 from torch.distributed.checkpoint.staging import StagingOptions
 
+from torchtitan.components.checkpointer.pinned.arena import anonymous_file
 from torchtitan.tools.logging import logger
+
+_CGROUP = "/sys/fs/cgroup"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +70,7 @@ def obstacle() -> str | None:
     if not hasattr(torch_executor, "_CHECKPOINT_PROCESS"):
         return f"torch {torch.__version__} starts writer processes in another way than 2.13 does"
     try:
-        os.close(os.memfd_create("torchtitan-probe"))
+        os.close(anonymous_file())
     except (AttributeError, OSError) as error:
         return f"this system has no memory that two processes can share (memfd_create: {error})"
     return None
@@ -87,37 +90,26 @@ def memory_shortage(needed_bytes: int) -> str | None:
 
 def available_memory_bytes() -> int | None:
     """Memory that can still be used here, by the machine and by the limit of the container."""
-    found = []
+    found = [_read_number("/proc/meminfo", "MemAvailable:", 1024)]
+    limit = _read_number(f"{_CGROUP}/memory.max")  # "max" is no number: no limit
+    used = _read_number(f"{_CGROUP}/memory.current")
+    if limit is not None and used is not None:
+        # Cached files count as used and give way when memory is needed.
+        cached = _read_number(f"{_CGROUP}/memory.stat", "inactive_file")
+        found.append(limit - used + (cached or 0))
+    return min((number for number in found if number is not None), default=None)
+
+
+def _read_number(path: str, field: str = "", unit: int = 1) -> int | None:
+    """The number behind ``field`` in a file of the kernel, or the file's only one."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            fields = dict(line.split(":", 1) for line in meminfo)
-        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
+        with open(path, encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith(field):
+                    return int(line.removeprefix(field).split()[0]) * unit
+    except (OSError, ValueError, IndexError):
         pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            with open(limit, encoding="ascii") as most, open(used, encoding="ascii") as now:
-                # "max" is no number: there is no limit. Cached files count as used, but give way:
-                # a limit is compared with the whole of it, not with what is left.
-                found.append(int(most.read()) - _unreclaimable(int(now.read())))
-        except (OSError, ValueError):
-            pass
-    return min(found, default=None)
-
-
-def _unreclaimable(used_bytes: int) -> int:
-    try:
-        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as stat:
-            fields = dict(line.split() for line in stat)
-        return used_bytes - int(fields["file"]) + int(fields["shmem"])
-    except (OSError, KeyError, ValueError):
-        return used_bytes
+    return None
 
 
 def _gib(size_bytes: int) -> str:

@@ -95,7 +95,7 @@ class SharedMemoryStager:
         if world_size > 1 and self._generation == 0:
             self._address = rank_zero_decides(self._open_store, self._group)
         if self._process is not None:
-            self._process.kill()
+            self._process.discard()
         self._generation += 1
         meeting = Meeting(
             rank=rank,

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from datetime import timedelta
 
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.messages import Meeting, Reply, Request
@@ -34,7 +33,7 @@ class WriterProcess:
         arguments = [theirs.fileno(), arena.fd, os.getpid(), int(follows_thread)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", WRITER_MODULE, *map(str, arguments)],
+                [sys.executable, "-P", "-m", WRITER_MODULE, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), arena.fd),
                 env=_environment(),
@@ -47,6 +46,7 @@ class WriterProcess:
         self.pid = self._process.pid
         self._connection.send(meeting)
         self._is_out_of_step = False
+        self._in_use = threading.Lock()
 
     @property
     def is_usable(self) -> bool:
@@ -59,39 +59,55 @@ class WriterProcess:
         Raises what failed in the writer process, or ``WriterDiedError`` or ``TimeoutError``, after
         which the process is no longer usable.
         """
-        try:
-            self._connection.send(request)
-            if not self._connection.poll(self._timeout.total_seconds()):
-                raise TimeoutError
-            reply = self._connection.recv()
-        except TimeoutError:
-            self.kill()
-            raise TimeoutError(_late(self._timeout)) from None
-        except (EOFError, OSError) as error:
-            self._is_out_of_step = True
-            raise WriterDiedError(self._obituary()) from error
-        assert isinstance(reply, Reply)
+        with self._in_use:
+            reply = self._ask(request)
         if reply.failure is not None:
             # DCP's own error is one that all ranks have agreed on; after any other one the ranks
             # stand at different places of the protocol.
             self._is_out_of_step = isinstance(reply.failure, Exception)
             raise reply.failure
 
-    def kill(self) -> None:
+    def _ask(self, request: Request) -> Reply:
+        try:
+            self._connection.send(request)
+            is_answered = self._connection.poll(self._timeout.total_seconds())
+            reply = self._connection.recv() if is_answered else None
+        except (EOFError, OSError) as error:
+            self._is_out_of_step = True
+            raise WriterDiedError(self._obituary()) from error
+        if reply is None:
+            self._kill()
+            raise TimeoutError(
+                f"the writer process did not finish within {self._timeout.total_seconds():.0f} s "
+                "(--checkpoint.timeout_seconds) and was ended"
+            )
+        assert isinstance(reply, Reply)
+        return reply
+
+    def discard(self) -> None:
         """End the process now, whatever it does."""
+        self._kill()
+        with self._in_use:  # whoever waits for an answer has felt its end by now
+            self._connection.close()
+
+    def end(self) -> None:
+        """End the process once it is idle, and wait for it."""
+        if not self._in_use.acquire(blocking=False):
+            self.discard()  # somebody has given up waiting for a save
+            return
+        try:
+            self._is_out_of_step = True
+            self._connection.close()  # which it takes for the end of its trainer
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        finally:
+            self._in_use.release()
+
+    def _kill(self) -> None:
         self._is_out_of_step = True
         self._process.kill()
         self._process.wait()
-        self._connection.close()
-
-    def end(self) -> None:
-        """End the process, which must be idle, and wait for it."""
-        self._is_out_of_step = True
-        self._connection.close()  # which it takes for the end of its trainer
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
 
     def _obituary(self) -> str:
         try:
@@ -107,13 +123,6 @@ class WriterProcess:
             f"the writer process {self.pid} was ended {how}. Training is not touched; the next save "
             "starts new ones on all ranks"
         )
-
-
-def _late(timeout: timedelta) -> str:
-    return (
-        f"the writer process did not finish within {timeout.total_seconds():.0f} s "
-        "(--checkpoint.timeout_seconds) and was ended"
-    )
 
 
 def _environment() -> dict[str, str]:
