@@ -91,11 +91,29 @@ def test_every_dependency_is_pinned_once_to_one_release() -> None:
     assert len(names) == len(set(names))
 
 
-def test_continuous_integration_runs_the_test_command_and_nothing_else() -> None:
-    lines = (ROOT / ".ci/run").read_text().splitlines()
-    assert [line for line in lines if not line.startswith("#")] == [
-        'cd "$(dirname "${BASH_SOURCE[0]}")/.." && exec ./run_tests.sh'
-    ]
+@pytest.mark.parametrize("can_install", [True, False])
+def test_continuous_integration_runs_the_test_command_with_or_without_a_browser(
+    tmp_path: Path, can_install: bool
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    commands = {"id": "echo 0", "apt-get": f'echo "apt-get $*" >> log; exit {1 - can_install}'}
+    commands |= {"run_tests.sh": 'echo "tests $*" >> log; exit 7'}
+    for name, command in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname", "timeout", "sh"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    done = subprocess.run(
+        [tmp_path / "bash", tmp_path / ".ci/run"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 7, done.stderr
+    log = (tmp_path / "log").read_text().splitlines()
+    assert "apt-get -qq update" in log and log[-1].strip() == "tests"
+    assert ("will be skipped" in done.stdout) == (not can_install)
 
 
 def test_the_commit_hook_is_the_lint_script() -> None:
