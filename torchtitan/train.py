@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from torchtitan import __version__, farewell
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer.waiting import leave_if_given_up
 from torchtitan.observability import structured_logger as sl
 from torchtitan.preflight import parse_or_exit
 from torchtitan.tools.logging import init_logger, logger
@@ -117,4 +118,7 @@ def _last_line(trainer: Trainer, *, has_seed: bool = False) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        leave_if_given_up()

@@ -142,6 +142,7 @@ class DoesNotFit:
     """A checkpointer, as far as ``load`` needs one, whose checkpoint is of another model."""
 
     enable = True
+    timeout_seconds = 600
 
     def _load(self, step: int) -> bool:
         raise ValueError("it holds another model")

@@ -6,7 +6,8 @@ itself would then send ranks to different checkpoints, or leave one waiting for 
 
 import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from datetime import timedelta
+from typing import cast, TypeVar
 
 import torch.distributed as dist
 
@@ -29,7 +30,12 @@ def rank_zero_decides(decide: Callable[[], T], group: "dist.ProcessGroup | None"
         except Exception as error:
             own_error = error
             verdict = [(None, _portable(error))]
-    dist.broadcast_object_list(verdict, src=0, group=group)
+    try:
+        dist.broadcast_object_list(verdict, src=0, group=group)
+    except RuntimeError:
+        # The other ranks may have given up by now; why they had to wait says more than that.
+        if own_error is None:
+            raise
     if own_error is not None:
         raise own_error
     value, error = verdict[0]
@@ -37,6 +43,13 @@ def rank_zero_decides(decide: Callable[[], T], group: "dist.ProcessGroup | None"
         raise error
     # Rank 0 put T here whenever it did not put an error.
     return value  # pyrefly: ignore[bad-return]
+
+
+def own_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks beside training's, whose collectives may come in any order. Collective."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    # A cast, because new_group answers with a number on ranks that are not members.
+    return cast(dist.ProcessGroup, group)
 
 
 def gather(value: T, group: "dist.ProcessGroup | None" = None) -> list[T]:

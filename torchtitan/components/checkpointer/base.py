@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+
 from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
@@ -35,6 +36,7 @@ from torchtitan.components.checkpointer.state import (
     TRAIN_STATE,
 )
 from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
+from torchtitan.components.checkpointer.waiting import explanation, within
 from torchtitan.config import Configurable, TORCH_DTYPE_MAP
 from torchtitan.config.violations import is_collecting, reject
 from torchtitan.observability import structured_logger as sl
@@ -54,9 +56,7 @@ __all__ = [
 ]
 
 
-_FIRST_STEP_IGNORED = (
-    "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
-)
+_FIRST_STEP_IGNORED = "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
 
 
 class BaseCheckpointManager(Configurable, ABC):
@@ -83,16 +83,12 @@ class BaseCheckpointManager(Configurable, ABC):
     keep_latest_k: int
     save_future: "Future[Any] | None"
     _storage: MovingStorage
+    timeout_seconds: float = 600
     # Queued for deletion: a directory that is half gone must not be taken for a save that died.
     _expiring: frozenset[str] = frozenset()
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        storage: MovingStorage,
-        base_folder: str,
-        sd_adapter: Any,
+        self, config: Config, *, storage: MovingStorage, base_folder: str, sd_adapter: Any
     ) -> None:
         # Before anything else: an object that is refused here has nothing to close.
         if config.enable and config.last_save_in_hf and sd_adapter is None:
@@ -129,9 +125,7 @@ class BaseCheckpointManager(Configurable, ABC):
         self.purge_thread: threading.Thread | None = None
         if self.keep_latest_k > 0 and not self.load_only:
             self.purge_thread = threading.Thread(
-                target=purge_thread,
-                args=(self.purge_queue, self._storage.remove),
-                daemon=True,
+                target=purge_thread, args=(self.purge_queue, self._storage.remove), daemon=True
             )
             self.purge_thread.start()
 
@@ -154,7 +148,8 @@ class BaseCheckpointManager(Configurable, ABC):
         """
         if not self.enable:
             return False
-        with sl.log_trace_span("checkpoint_load"):
+        what = "Loading a checkpoint"
+        with sl.log_trace_span("checkpoint_load"), within(self.timeout_seconds, what):
             if not self._load(step):
                 return False
             # Last of all: loading draws random numbers, and this sets the generators.
@@ -206,7 +201,8 @@ class BaseCheckpointManager(Configurable, ABC):
         """Whether the export of a run of ``last_step`` steps is there already. Collective."""
         if not self.enable:
             return False
-        return rank_zero_decides(lambda: self._own_folder().export_step() >= last_step)
+        with within(self.timeout_seconds, f"Looking into {self.folder}"):
+            return rank_zero_decides(lambda: self._own_folder().export_step() >= last_step)
 
     @abstractmethod
     def _load(self, step: int) -> bool: ...
@@ -272,9 +268,7 @@ class BaseCheckpointManager(Configurable, ABC):
             hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
         )
 
-        start = rank_zero_decides(
-            lambda: find_start(request, self._own_folder(), self._finder())
-        )
+        start = rank_zero_decides(lambda: find_start(request, self._own_folder(), self._finder()))
         # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
         # everything but the step: whatever is beyond then belongs to another history.
         counts_on = TRAIN_STATE not in self.exclude_from_loading
@@ -318,9 +312,7 @@ class BaseCheckpointManager(Configurable, ABC):
         if self._history_settled or self._loaded_step is None:
             return []
         steps = self._finder().complete_steps(self.folder)
-        return supersede_newer(
-            self._storage, self.folder, steps, than=self._loaded_step
-        )
+        return supersede_newer(self._storage, self.folder, steps, than=self._loaded_step)
 
     def _should_purge(self) -> bool:
         return (
@@ -351,12 +343,16 @@ class BaseCheckpointManager(Configurable, ABC):
             self._storage.remove(path)
             logger.info(f"Deleted {path}, left behind by a save that did not finish.")
         except Exception as error:
-            logger.warning(
-                f"Could not delete the unfinished checkpoint {path}: {error}."
-            )
+            logger.warning(f"Could not delete the unfinished checkpoint {path}: {error}.")
 
     def _stop_purging(self) -> None:
-        """Delete what is queued, then end the thread."""
+        """Delete what is queued, then end the thread; give up after the limit."""
         if self.purge_thread is not None and self.purge_thread.is_alive():
             self.purge_queue.put(None)
-            self.purge_thread.join()
+            self.purge_thread.join(self.timeout_seconds)
+            if self.purge_thread.is_alive():
+                # A daemon: it does not keep the process from ending.
+                logger.warning(
+                    f"Deleting expired checkpoints from {self.folder} was given up: "
+                    f"{explanation(self.timeout_seconds)} What is left is deleted by a later run."
+                )

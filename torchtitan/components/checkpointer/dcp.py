@@ -18,24 +18,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import (
-    AsyncCheckpointerType,
-    AsyncSaveResponse,
-)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
 from torchtitan.components.checkpointer import dcp_index
+from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
-from torchtitan.components.checkpointer.dcp_index import (
-    DcpStorage as _FilesystemCheckpointStorage,
-)
-from torchtitan.components.checkpointer.dcp_writer import (
-    CopyingStager,
-    DurableFileSystemWriter,
-)
+from torchtitan.components.checkpointer.dcp_index import DcpStorage as _FilesystemCheckpointStorage
+from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.errors import (
     cause_of,
     CheckpointReadError,
     CheckpointSaveError,
+    CheckpointSaveTimeoutError,
 )
 from torchtitan.components.checkpointer.in_flight import (
     await_save,
@@ -46,9 +41,7 @@ from torchtitan.components.checkpointer.in_flight import (
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.settling import settle
-from torchtitan.components.checkpointer.pinned.stager import (
-    SharedMemoryStager as DefaultStager,
-)
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.source import require_step
 from torchtitan.components.checkpointer.state import (
@@ -73,9 +66,6 @@ from torchtitan.tools.utils import GarbageCollection
 
 __all__ = ["AsyncMode", "CheckpointManager", "SaveDone"]
 
-_DISK_TIMEOUT = timedelta(minutes=30)
-# How long a rank waits for the slowest disk when all ranks write at once; gloo's own default.
-
 
 class CheckpointManager(BaseCheckpointManager):
     """Saves and loads a run through torch.distributed.checkpoint."""
@@ -92,9 +82,7 @@ class CheckpointManager(BaseCheckpointManager):
             mode = str(getattr(self.async_mode, "value", self.async_mode)).lower()
             known = [member.value for member in AsyncMode]
             if mode not in known:
-                reject(
-                    f"Invalid async_mode {self.async_mode!r}: choose one of {known}."
-                )
+                reject(f"Invalid async_mode {self.async_mode!r}: choose one of {known}.")
                 return
             self.async_mode = mode  # pyrefly: ignore[bad-assignment]  (checked above)
 
@@ -141,16 +129,12 @@ class CheckpointManager(BaseCheckpointManager):
         self.staging_future: Future[Any] | None = None
         self._copying_stager: CopyingStager | None = None
         self._report: SaveReport | None = None
+        self._gave_up = False
         self.async_mode = AsyncMode(config.async_mode)
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and not self.load_only:
             means.announce()
         is_async = self.async_mode is not AsyncMode.DISABLED
-        # A cast, because new_group answers with a number on ranks that are not members.
-        self.pg = (
-            cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-            if is_async
-            else None
-        )
+        self.pg = own_group(self.timeout_seconds) if is_async else None
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
         return dcp_index.parse_entry(filename)
@@ -159,11 +143,7 @@ class CheckpointManager(BaseCheckpointManager):
         return dcp_index.is_complete(self._storage, checkpoint_id)
 
     def _kind_of(self, checkpoint_id: str) -> Kind:
-        others = {
-            key
-            for key, value in self.states.items()
-            if key != MODEL and value is not None
-        }
+        others = {key for key, value in self.states.items() if key != MODEL and value is not None}
         return dcp_index.kind_of(self._storage, checkpoint_id, others)
 
     def _flattened_model_states_sd(
@@ -187,9 +167,7 @@ class CheckpointManager(BaseCheckpointManager):
             return self.states[MODEL].state_dict()
         require_known(self.exclude_from_loading, self.states)
         kept = {
-            key: value
-            for key, value in self.states.items()
-            if key not in self.exclude_from_loading
+            key: value for key, value in self.states.items() if key not in self.exclude_from_loading
         }
         return self._flattened_model_states_sd(kept)
 
@@ -218,9 +196,7 @@ class CheckpointManager(BaseCheckpointManager):
                 self._copying_stager = CopyingStager()
             result = dcp.async_save(
                 state_dict,
-                storage_writer=DurableFileSystemWriter(
-                    checkpoint_id, stager=self._copying_stager
-                ),
+                storage_writer=DurableFileSystemWriter(checkpoint_id, stager=self._copying_stager),
                 checkpoint_id=checkpoint_id,
                 process_group=self.pg,
             )
@@ -271,7 +247,7 @@ class CheckpointManager(BaseCheckpointManager):
             is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
         )
         try:
-            with patience(_DISK_TIMEOUT):
+            with patience(timedelta(seconds=self.timeout_seconds)):
                 # Nothing expires with the last save: no later one needs the space.
                 self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
                 self._report.dispatched()
@@ -280,7 +256,7 @@ class CheckpointManager(BaseCheckpointManager):
                 else:
                     self._dispatch(checkpoint_id)
         except FAILURES as error:
-            raise save_error(curr_step, checkpoint_id, error) from error
+            raise save_error(curr_step, checkpoint_id, error, self.timeout_seconds) from error
         if self.save_future is None:
             self._report.completed_now()
         if earlier_failure is not None:
@@ -306,6 +282,8 @@ class CheckpointManager(BaseCheckpointManager):
         failure: CheckpointSaveError | None = None
         try:
             self.maybe_wait_for_saving()
+        except CheckpointSaveTimeoutError:
+            raise  # it may still be running, and the ranks in the middle of it
         except CheckpointSaveError as error:
             failure = error
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -339,9 +317,7 @@ class CheckpointManager(BaseCheckpointManager):
         checkpoint_id = self._create_checkpoint_id(curr_step)
         if not self.last_save_model_only:
             logger.info(f"Saving the full state after the last step, {curr_step}.")
-            self.dcp_save(
-                self._flattened_model_states_sd(), checkpoint_id, AsyncMode.DISABLED
-            )
+            self.dcp_save(self._flattened_model_states_sd(), checkpoint_id, AsyncMode.DISABLED)
             return
         logger.info(
             f"Saving only the model, in {self.export_dtype}, after the last step, {curr_step}."
@@ -387,7 +363,7 @@ class CheckpointManager(BaseCheckpointManager):
         if self.staging_future is None:
             return
         future, self.staging_future = self.staging_future, None
-        await_staging(future, self.async_mode)
+        await_staging(future, self.async_mode, self._report, self.timeout_seconds)
 
     def _wait_for_saving(self) -> None:
         if self.async_mode is AsyncMode.DISABLED:
@@ -396,8 +372,14 @@ class CheckpointManager(BaseCheckpointManager):
             return
         # Cleared before it is awaited: an error is raised once, and the next save starts clean.
         future, self.save_future = self.save_future, None
+        limit_seconds = 0 if self._gave_up else self.timeout_seconds
+        self._gave_up = False
         try:
-            await_save(future, self._report)
+            await_save(future, self.async_mode, self._report, limit_seconds)
+        except CheckpointSaveTimeoutError:
+            # It may still be running: the next save must not begin, and close() need not wait again.
+            self.save_future, self._gave_up = future, True
+            raise
         except FAILURES:
             raise
         except BaseException:
@@ -407,7 +389,8 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _close(self) -> None:
         try:
-            self.maybe_wait_for_saving()
+            if not self._gave_up:  # which was raised already
+                self.maybe_wait_for_saving()
         finally:
             self._stop_purging()
             for stager in (self.stager, self._copying_stager):

@@ -5,6 +5,7 @@
       CheckpointMismatchError        it holds another model or other state (also a ValueError)
       CheckpointReadError            it is there and cannot be read
       CheckpointSaveError            a save failed; names step and path
+        CheckpointSaveTimeoutError   it took too long and may still be running
 
 Wrong settings are plain ``ValueError`` and found before any of this runs.
 """
@@ -32,6 +33,10 @@ class CheckpointReadError(CheckpointError):
 
 class CheckpointSaveError(CheckpointError):
     """A save did not become durable; older checkpoints are untouched."""
+
+
+class CheckpointSaveTimeoutError(CheckpointSaveError):
+    """A save was given up. It may still be running, so no other one may begin."""
 
 
 def cause_of(error: BaseException) -> str:

@@ -11,19 +11,27 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.checkpointer.errors import cause_of, CheckpointSaveError
+from torchtitan.components.checkpointer.errors import (
+    cause_of,
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
+)
 from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.components.checkpointer.waiting import explanation, is_late, result_within
 from torchtitan.observability import structured_logger as sl
 
 FAILURES = (Exception, dcp.CheckpointException)
 """What a failed save raises: DCP's own error is no Exception."""
 
 
-def await_staging(future: "Future[Any]", mode: AsyncMode) -> None:
+def await_staging(
+    future: "Future[Any]", mode: AsyncMode, report: SaveReport | None, limit_seconds: float
+) -> None:
     """Block until the save no longer reads the parameters.
 
     Raises:
+        CheckpointSaveTimeoutError: it still does after ``limit_seconds``.
         RuntimeError: ``mode`` stages in the training thread, so nobody can have made ``future``.
     """
     if mode is not AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -31,31 +39,52 @@ def await_staging(future: "Future[Any]", mode: AsyncMode) -> None:
             f"A staging future is pending although async_mode is {mode.value}; "
             "only async_with_pinned_mem stages in the background."
         )
-    with sl.log_trace_span("checkpoint_wait_staging"):
-        future.result()
+    try:
+        with sl.log_trace_span("checkpoint_wait_staging"):
+            result_within(future, limit_seconds)
+    except FAILURES as error:
+        if report is None or not is_late(error):
+            raise
+        raise save_error(report.step, report.path, error, limit_seconds) from error
 
 
-def await_save(future: "Future[Any]", report: SaveReport | None) -> None:
+def await_save(
+    future: "Future[Any]", mode: AsyncMode, report: SaveReport | None, limit_seconds: float
+) -> None:
     """Block until the save is durable and was reported.
 
     Raises:
-        CheckpointSaveError: it failed.
+        CheckpointSaveError: it failed, or was not done after ``limit_seconds``.
     """
+    if mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+        # Staging and the writer process have that limit each, and know better what is late.
+        limit_seconds = 2 * limit_seconds + 10
     try:
         with sl.log_trace_span("checkpoint_wait_saving"):
-            future.result()
+            result_within(future, limit_seconds)
     except FAILURES as error:
         if report is None:
             raise
-        raise save_error(report.step, report.path, error) from error
+        failure = save_error(report.step, report.path, error, limit_seconds)
+        if mode is AsyncMode.ASYNC_WITH_PINNED_MEM and future.done():
+            # The writer process is replaced, so nothing of the late save is left.
+            failure = CheckpointSaveError(str(failure))
+        raise failure from error
     finally:
         if report is not None and future.done():
             report.completed(future)
 
 
-def save_error(step: int, path: str, error: BaseException) -> CheckpointSaveError:
+def save_error(
+    step: int, path: str, error: BaseException, limit_seconds: float
+) -> CheckpointSaveError:
     """What the caller of a failed save is told."""
+    asked = f"Saving the checkpoint of step {step} to {path}"
+    if is_late(error):
+        return CheckpointSaveTimeoutError(
+            f"{asked} was given up: {explanation(limit_seconds)} Older checkpoints are untouched."
+        )
     return CheckpointSaveError(
-        f"Saving the checkpoint of step {step} to {path} failed: {cause_of(error)}. Older checkpoints are "
+        f"{asked} failed: {cause_of(error)}. Older checkpoints are "
         "untouched; what was written of this one never counts as a checkpoint."
     )

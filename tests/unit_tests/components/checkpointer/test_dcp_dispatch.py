@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -128,8 +129,8 @@ def test_no_save_is_due_between_the_intervals(calls: Calls, tmp_path: Path) -> N
 
 
 def test_an_asynchronous_save_goes_through_a_group_of_its_own(calls: Calls, tmp_path: Path) -> None:
-    manager = build(tmp_path, async_mode="async")
-    assert calls.groups == [{"backend": "gloo"}]
+    manager = build(tmp_path, async_mode="async", timeout_seconds=45)
+    assert calls.groups == [{"backend": "gloo", "timeout": timedelta(seconds=45)}]
     calls.results = [done()]
     assert manager.save(4) is True
     (call,) = calls.asynchronous
