@@ -25,6 +25,9 @@ from torchtitan.observability.run_log import (  # noqa: E402 (the path comes fir
     Save,
     Start,
 )
+from torchtitan.observability.structured_logger.gantt_generator import (  # noqa: E402 (as above)
+    generate_gantt_trace,
+)
 
 # More columns than this do not fit beside each other; the least and the largest stand for them.
 _MAX_RANK_COLUMNS = 4
@@ -182,9 +185,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--all-ranks", action="store_true", help="a column for each rank, however many there are"
     )
+    parser.add_argument(
+        "--trace", type=Path, help="also write all spans to this file, for ui.perfetto.dev"
+    )
     options = parser.parse_args(arguments)
     try:
         run = read_run(options.run_folder)
+        if options.trace is not None:
+            generate_gantt_trace(options.run_folder, options.trace)
     except FileNotFoundError as error:
         parser.error(str(error))
     print("\n".join(summary(run, all_ranks=options.all_ranks)))

@@ -29,6 +29,8 @@ class Rank:
         record = {
             "time": self.now,
             "tid": MAIN,
+            "task_name": "MainThread",
+            "source": "training",
             "rank": self.rank,
             "log_type": log_type,
             "log_type_name": kind,
@@ -47,7 +49,7 @@ class Rank:
     def span(self, name: str, seconds: float = 0.0) -> Generator[None]:
         """A span with ``seconds`` after whatever happens inside of it."""
         begin = self.now
-        self.write("event", f"{name}_start")
+        self.write("event", f"{name}_start", event_name=name)
         yield
         self.now += seconds
         self.write("event", f"{name}_end", value=1000 * (self.now - begin))

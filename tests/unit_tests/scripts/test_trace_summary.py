@@ -60,7 +60,8 @@ def test_a_run_that_never_began_and_damaged_lines_are_told(tmp_path: Path, capsy
     log.damage()
     log.now += 1
     log.end()
-    text = printed(tmp_path, capsys)
+    text = printed(tmp_path, capsys, "--trace", str(tmp_path / "trace.json"))
+    assert "torch_distributed_teardown" in (tmp_path / "trace.json").read_text()
     assert "1 start, no step was finished" in text and row(text, "start-up")[0] == "1.00 s"
     assert "2 damaged lines passed over" in text
 
