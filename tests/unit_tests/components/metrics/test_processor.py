@@ -92,6 +92,18 @@ def test_counts_become_rates_and_start_anew(tmp_path: Path, clock: Clock) -> Non
     assert "time_metrics/validation(s)" not in again
 
 
+def test_ranks_that_share_a_batch_share_its_tokens(tmp_path: Path, clock: Clock) -> None:
+    # Of four ranks, two each hold a half of every layer: both count the tokens of their batch.
+    built, recorder = processor(tmp_path, parallel_dims=dims(tp=2, world_size=4))
+    built.num_flops_per_token, built.peak_flops = 1000, 1e6
+    clock.seconds += 10
+    built.ntokens_since_last_log = 4000
+    built.log(1, 1.0, 1.0, 1.0)
+    ((_, found),) = recorder.logged
+    assert found["throughput(tps)"] == 200
+    assert found["mfu(%)"] == pytest.approx(20)
+
+
 def test_model_flops_utilisation_needs_a_known_peak(tmp_path: Path, clock: Clock) -> None:
     built, recorder = processor(tmp_path)
     assert built.peak_flops is None  # no peak is known of a CPU

@@ -1,0 +1,42 @@
+"""The metrics of several ranks: one folder for all, one record, one rank that speaks."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torchtitan.components.metrics import continuation
+
+from tests.ranks.pool import run_on_ranks
+from tests.unit_tests.components.metrics.doubles import begin, dims, log_steps, read_scalars
+
+pytestmark = pytest.mark.ranks
+
+LOSS = "loss_metrics/global_avg_loss"
+
+
+def _log_on_every_rank(folder: str) -> None:
+    rank = dist.get_rank()
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 3, rank)  # a minute has just passed for the second rank
+
+    continuation.datetime = Clock
+    settings = {"enable_tensorboard": True, "save_for_all_ranks": True}
+    for start, end in ((0, 5), (3, 6)):
+        built = begin(Path(folder), start, rank_dims=dims(world_size=2), **settings)
+        log_steps(built, range(start + 1, end + 1), offset=rank)
+        built.close()
+
+
+def test_all_ranks_go_on_in_one_folder(tmp_path: Path) -> None:
+    run_on_ranks(2, _log_on_every_rank, str(tmp_path))
+    record = json.loads((tmp_path / "metrics_run.json").read_text())
+    assert record["tensorboard"] == "20260102-0300"
+    for rank in (0, 1):
+        found = read_scalars(tmp_path / "tb" / "20260102-0300" / f"rank_{rank}")
+        assert found[LOSS] == [(step, step + rank) for step in range(1, 7)]
+    assert [path.name for path in (tmp_path / "tb").iterdir()] == ["20260102-0300"]
