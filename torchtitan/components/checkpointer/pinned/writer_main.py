@@ -1,6 +1,6 @@
 """The writer process: saves what its trainer has copied into shared memory, and dies with it.
 
-    python -m ...writer_main <socket> <arena> <pid of the trainer> <follow its thread>
+    main: <socket> <arena> <pid of the trainer> <follow its thread>      (writer_process.py starts it)
 
 Nothing that this process does may outlast its trainer, because a run that was killed may be going
 on elsewhere from an older checkpoint. Three things see to it:
@@ -141,17 +141,10 @@ def _die_with_trainer(trainer_pid: int) -> None:
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Entry point of the process, which ignores the signals that end a trainer in order."""
     socket_fd, arena_fd, trainer_pid, follows_thread = map(int, sys.argv[1:])
-    # The trainer decides when this process ends; a scheduler signals both.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     if follows_thread:
         _die_with_trainer(trainer_pid)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     serve(Connection(socket_fd), Arena(arena_fd), trainer_pid)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,15 @@ import threading
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.messages import Meeting, Reply, Request
 
-WRITER_MODULE = "torchtitan.components.checkpointer.pinned.writer_main"
+# Deaf to signals before the seconds that importing torch takes: a scheduler signals every process of
+# a job, and the trainer then wants to finish the save in flight.
+_BOOTSTRAP = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+from torchtitan.components.checkpointer.pinned.writer_main import main
+main()
+"""
 _END_SECONDS = 10.0
 
 
@@ -33,7 +41,7 @@ class WriterProcess:
         arguments = [theirs.fileno(), arena.fd, os.getpid(), int(follows_thread)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WRITER_MODULE, *map(str, arguments)],
+                [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), arena.fd),
                 env=_environment(),
