@@ -5,6 +5,7 @@ own, so that its losses show any stream that is one draw off.
 """
 
 import logging
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,23 +45,24 @@ class Drawing(Recorded):
     class Config(Recorded.Config):
         pass
 
-    def __init__(self, config: Any, *, crash_after: int | None, draws_outside_torch: bool) -> None:
+    def __init__(
+        self, config: Any, *, crash_after: int | None, torch_only: bool, seed: int
+    ) -> None:
         super().__init__(config, crash_after=crash_after)
         self.draws = Draws()
         self.rank_state.register("draws", self.draws)
-        self.draws_outside_torch = draws_outside_torch
-        self.seed(100 + dist.get_rank())
-        for block in self.model_parts[0].layers.values():
-            block.register_forward_hook(self.disturb)
-
-    def seed(self, seed: int) -> None:
+        self.torch_only = torch_only
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
+        for block in self.model_parts[0].layers.values():
+            # Inside of what activation checkpointing runs twice.
+            inner = getattr(block, "_checkpoint_wrapped_module", block)
+            inner.register_forward_hook(self.disturb)
 
     def disturb(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         output = dropout(output, 0.25)
-        if self.draws_outside_torch:
+        if not self.torch_only:
             # Both of these keep every second value for the next call.
             self.draws.numbers += [random.gauss(1.0, 0.01), 0.01 * np.random.standard_normal()]
             output = output * self.draws.numbers[-2] + self.draws.numbers[-1]
@@ -94,16 +96,19 @@ def train(
     crash_after: int | None = None,
     *,
     torch_only: bool = False,
+    recomputes: bool = False,
+    same_seed: bool = False,
     **options: Any,
 ) -> Seen:
-    """A run of ``Drawing`` on this rank."""
+    """A run of ``Drawing`` on this rank, seeded apart from the other ranks if not ``same_seed``."""
     lines = Lines()
     logging.getLogger().addHandler(lines)
     logging.getLogger().setLevel(logging.INFO)
     config = make_config(Path(folder), name, **options)
-    if torch_only:
+    if recomputes:
         config.activation_checkpoint = FullAC.Config()
-    trainer = Drawing(config, crash_after=crash_after, draws_outside_torch=not torch_only)
+    seed = 100 if same_seed else 100 + int(os.environ["RANK"])
+    trainer = Drawing(config, crash_after=crash_after, torch_only=torch_only, seed=seed)
     try:
         trainer._train()
     except CrashError:
@@ -125,21 +130,35 @@ def train(
 
 
 def straight_and_resumed(folder: str) -> list[Seen]:
-    whole = train(folder, "straight")
-    plain = [whole, train(folder, "checkpointing", torch_only=True)]
+    seen = [train(folder, "straight"), train(folder, "torch", torch_only=True)]
     for mode in ("disabled", "async"):
         train(folder, mode, STOP, async_mode=mode, interval=STOP)
-        plain.append(train(folder, mode, async_mode=mode, interval=STOP))
-    train(folder, "ac", STOP, torch_only=True, interval=STOP)
-    plain.append(train(folder, "ac", torch_only=True, interval=STOP))
-    return plain
+        seen.append(train(folder, mode, async_mode=mode, interval=STOP))
+    for crash_after in (STOP, None):
+        last = train(folder, "ac", crash_after, torch_only=True, recomputes=True, interval=STOP)
+    return [*seen, last]
+
+
+def saved_by(folder: str) -> None:
+    train(folder, "run", STOP, interval=STOP)
+
+
+def resumed_twice(folder: str) -> list[Seen]:
+    return [train(folder, "run", STOP + 2, load_only=True) for _ in range(2)]
+
+
+def loaded_apart_and_alike(folder: str) -> list[Seen]:
+    # Stopping where the checkpoint was taken shows the generators as they were restored.
+    return [train(folder, "run", STOP, load_only=True, same_seed=same) for same in (False, True)]
 
 
 @pytest.mark.ranks
 def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn(tmp_path: Path) -> None:
     per_rank = run_on_ranks(2, straight_and_resumed, str(tmp_path), init=False)
-    for whole, whole_ac, disabled, background, resumed_ac in per_rank:
-        for resumed, straight in ((disabled, whole), (background, whole), (resumed_ac, whole_ac)):
+    for whole, torch_only, disabled, background, recomputed in per_rank:
+        # The last one shows that blocks that are computed twice draw the same numbers twice.
+        pairs = (disabled, whole), (background, whole), (recomputed, torch_only)
+        for resumed, straight in pairs:
             assert sorted(resumed.losses) == list(range(STOP + 1, NUM_STEPS + 1))
             assert resumed.losses.items() <= straight.losses.items()
             assert resumed.weights == straight.weights
@@ -148,3 +167,25 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn(tmp_pat
             assert resumed.lines == []
     (first, *_), (second, *_) = per_rank
     assert first.after != second.after and first.numbers != second.numbers
+
+
+@pytest.mark.ranks
+def test_another_number_of_ranks_draws_anew_always_the_same_and_says_so(tmp_path: Path) -> None:
+    run_on_ranks(2, saved_by, str(tmp_path), init=False)
+    [(first, again)] = run_on_ranks(1, resumed_twice, str(tmp_path), init=False)
+    assert len(first.losses) == 2
+    assert (first.losses, first.after) == (again.losses, again.after)
+    assert len(first.lines) == 1
+    for part in ("on 2 ranks and this run has 1", "python, numpy, torch", "built it: draws"):
+        assert part in first.lines[0]
+
+
+@pytest.mark.ranks
+def test_ranks_that_shared_a_generator_go_on_sharing_one(tmp_path: Path) -> None:
+    run_on_ranks(1, saved_by, str(tmp_path), init=False)
+    (apart, alike), (other_apart, other_alike) = run_on_ranks(
+        2, loaded_apart_and_alike, str(tmp_path), init=False
+    )
+    assert alike.after == other_alike.after == apart.after, "rank 0 leads in all of these"
+    assert all(here != there for here, there in zip(apart.after, other_apart.after, strict=True))
+    assert len(apart.lines) == 1 and other_apart.lines == []
