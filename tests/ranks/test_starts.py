@@ -1,0 +1,173 @@
+"""Where a run starts from is the same on every rank, and a finished run leaves everything as it is."""
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from tests.ranks.pool import run_on_ranks
+from tests.ranks.tiny_run import make_config, run
+from tests.unit_tests.components.checkpointer.runs import build_run, names
+
+pytestmark = pytest.mark.ranks
+
+
+class Lines(logging.Handler):
+    """The messages of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "root":
+            self.said.append(record.getMessage())
+
+    def start(self) -> list[str]:
+        return [line for line in self.said if line.startswith("Loading") or "fresh" in line]
+
+
+@contextmanager
+def listening() -> Generator[Lines]:
+    lines, level = Lines(), logger.level
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(level)
+
+
+def contents(folder: Path) -> dict[str, tuple[str, int]]:
+    """Digest and time of change of everything below the checkpoint folder."""
+    entries = sorted((folder / "checkpoint").rglob("*"))
+    return {
+        str(path.relative_to(folder)): (
+            hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else "",
+            path.stat().st_mtime_ns,
+        )
+        for path in entries
+    }
+
+
+def start_again(folder: Path, name: str, steps: int, **checkpoint: Any) -> Any:
+    """(the step it resumed from, what it said) of one more start of the run ``name``."""
+    config = make_config(folder, name, interval=5, **checkpoint)
+    config.training.steps = steps
+    with listening() as lines:
+        trace = run(config)
+    return (trace.resumed_from if trace.samples else None), lines.said
+
+
+def finished_runs(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in (("full", {}), ("export", {"last_save_model_only": True})):
+        start_again(folder, name, 7, **options)
+        before = contents(folder / name)
+        found[name] = start_again(folder, name, 7, **options)
+        found[f"{name} is untouched"] = contents(folder / name) == before
+    exported = contents(folder / "export")
+    found["longer"] = start_again(folder, "export", 9, last_save_model_only=True)
+    moved = contents(folder / "export")
+    found["the export is kept"] = all(
+        moved[path.replace("step-7", "superseded/step-7")][0] == digest
+        for path, (digest, _) in exported.items()
+        if "step-7" in path
+    )
+    return found
+
+
+def start_at(path: Path, step: int, initial: Path | None) -> tuple[str, str]:
+    """What a start from the checkpoint folder ``path`` says, and the error it ends with."""
+    settings: dict[str, Any] = {} if initial is None else {"initial_load_path": str(initial)}
+    begun = build_run(path.parent, **settings)
+    error = ""
+    with listening() as lines:
+        try:
+            begun.manager.load(step)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    begun.manager.close()
+    return "|".join(lines.start()), error
+
+
+def start_everywhere(folder: Path) -> dict[str, tuple[str, str]]:
+    full, died, nowhere = (folder / name / "checkpoint" for name in ("full", "died", "none"))
+    run_of_two = build_run(full.parent, keep_latest_k=0)
+    run_of_two.train(2)
+    run_of_two.manager.close()
+    if dist.get_rank() == 0:
+        shutil.copytree(full, died)
+        for index in died.rglob(".metadata"):
+            index.unlink()
+    dist.barrier()
+    given = full / "step-1"
+    return {
+        "fresh": start_at(nowhere, -1, None),
+        "died": start_at(died, -1, None),
+        "given": start_at(died, -1, given),
+        "own": start_at(full, -1, nowhere),
+        "step 1": start_at(full, 1, nowhere),
+        "step 7": start_at(full, 7, given),
+        "bad path": start_at(died, -1, nowhere),
+        "folder": start_at(died, -1, full),
+    }
+
+
+def test_every_rank_says_the_same_one_line_or_ends_with_the_same_error(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, start_everywhere, tmp_path)
+    assert first == second
+    full, died, nowhere = (tmp_path / name / "checkpoint" for name in ("full", "died", "none"))
+    ignored = (
+        f"ignored, as the run has checkpoints of its own: --checkpoint.initial_load_path {nowhere}"
+    )
+    dead = f" In {died} these do not count: step-1, step-2 (saves that did not finish)."
+    initial = "ValueError: --checkpoint.initial_load_path names"
+    fresh = "No checkpoint was provided, this is a fresh start."
+    expected = {
+        "fresh": (fresh, ""),
+        "died": (fresh + dead, ""),
+        "given": (
+            f"Loading the checkpoint {full}/step-1 (--checkpoint.initial_load_path, weights only)."
+            + dead,
+            "",
+        ),
+        "own": (f"Loading the checkpoint {full}/step-2 (newest full checkpoint; {ignored}).", ""),
+        "step 1": (
+            f"Loading the checkpoint {full}/step-1 (--checkpoint.load_step=1; {ignored}).",
+            "",
+        ),
+        "step 7": ("", "CheckpointNotFoundError: --checkpoint.load_step=7 was asked for"),
+        "bad path": ("", f"{initial} {nowhere}, which is not a directory"),
+        "folder": ("", f"{initial} {full}, which is not a checkpoint but a folder around"),
+    }
+    assert set(first) == set(expected)
+    for case, (line, error) in first.items():
+        assert line == expected[case][0], case
+        assert error.startswith(expected[case][1]) and bool(error) == bool(expected[case][1]), error
+
+
+def test_a_finished_run_touches_nothing_and_a_longer_one_keeps_the_export(tmp_path: Path) -> None:
+    found, other = run_on_ranks(2, finished_runs, tmp_path, init=False)
+    for name, text in (
+        ("full", "Step 7 is the last one already"),
+        ("export", "The weights after step 7 or later are saved already; nothing to do."),
+    ):
+        resumed_from, said = found[name]
+        assert resumed_from is None and any(text in line for line in said), said
+        assert found[f"{name} is untouched"]
+    resumed_from, said = found["longer"]
+    assert resumed_from == 5 == other["longer"][0]
+    line = f"{tmp_path}/export/checkpoint/step-5 (newest full checkpoint; passed over: step-7 (weights only))"
+    assert any(line in each for each in said), said
+    assert any("Moved a checkpoint that this run does not build on" in each for each in said)
+    assert found["the export is kept"]
+    assert names(tmp_path / "export") == ["step-5", "step-9", "superseded"]
