@@ -119,7 +119,8 @@ def _disk_problems(config: Trainer.Config) -> Iterator[str]:
         if problem := write_problem("--checkpoint.folder", folder):
             yield problem
             return
-    if checkpoint.load_step >= -1:
+    # A seed is made from nothing; and a step that is none is refused as such.
+    if checkpoint.load_step >= -1 and not checkpoint.create_seed_checkpoint:
         yield from _source_problems(config, folder)
 
 
