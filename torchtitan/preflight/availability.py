@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.components.checkpointer.pinned import means
 from torchtitan.config import CompileConfig
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import device_type
@@ -67,11 +68,6 @@ def not_available(config: Trainer.Config) -> Iterator[str]:
             "--training.no-disable-cuda-graphs asks for CUDA graphs, which are not available yet; "
             "leave it out."
         )
-    if getattr(checkpoint, "async_mode", "disabled") == "async_with_pinned_mem":
-        yield (
-            "--checkpoint.async_mode async_with_pinned_mem is not available yet; use async, which "
-            "copies to CPU memory before training goes on."
-        )
     if config.comm.mode in ("local_tensor", "torchcomms"):
         yield f"--comm.mode {config.comm.mode} is not available; use default or fake_backend."
     yield from _not_on_this_machine(config)
@@ -89,6 +85,10 @@ def _not_on_this_machine(config: Trainer.Config) -> Iterator[str]:
             "--profiler.enable_memory_snapshot records the memory of CUDA devices, but this "
             "machine has none; leave it out."
         )
+    mode = getattr(config.checkpoint, "async_mode", "disabled")
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        if mode == "async_with_pinned_mem" and (problem := means.refusal()):
+            yield problem
 
 
 def _remote(config: Trainer.Config) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Settings that cannot work end with exit code 2 and one message, before anything starts."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -110,7 +111,6 @@ def test_an_unknown_flag_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str
         "--debug.moe_force_load_balance",
         "--checkpoint.last_save_in_hf --checkpoint.last_save_model_only",
         "--checkpoint.initial_load_in_hf",
-        "--checkpoint.async_mode async_with_pinned_mem",
         "--checkpoint.folder s3://bucket/run",
         "--dump_folder memory://run",
         "--comm.mode local_tensor",
@@ -213,3 +213,16 @@ def test_help_lists_the_flags_and_ends_with_0(capsys: pytest.CaptureFixture[str]
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     assert "--checkpoint.interval" in printed and "--checkpoint.async-mode" in printed
+
+
+def test_saves_through_shared_memory_are_refused_where_there_is_none(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*arguments: object) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    flags = "--checkpoint.async_mode async_with_pinned_mem"
+    monkeypatch.setattr(os, "memfd_create", missing)
+    [message] = refusal(flags)
+    assert flags in message and "Function not implemented" in message
+    assert "--checkpoint.async_mode async, which" in message

@@ -5,10 +5,9 @@ asynchronous modes DCP's collectives run on a gloo group of their own in a backg
 because on the training group they would interleave with training's and dead-lock.
 
     _save -> _make_ready -> dcp_save -> dcp.save | dcp.async_save -> DurableFileSystemWriter
-    _load -> _choose_start -> templates, dcp_index.require_match -> dcp_load -> dcp.load -> the states
+    _load -> _choose_start -> dcp_reading.restore -> dcp_load -> dcp.load -> the states
 """
 
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,11 +23,10 @@ from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp_index import DcpStorage as _FilesystemCheckpointStorage
+from torchtitan.components.checkpointer.dcp_reading import restore
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.errors import (
-    cause_of,
-    CheckpointReadError,
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
 )
@@ -43,7 +41,6 @@ from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.settling import settle
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
 from torchtitan.components.checkpointer.save_report import SaveReport
-from torchtitan.components.checkpointer.source import require_step
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     changed_by_updates_only,
@@ -53,11 +50,9 @@ from torchtitan.components.checkpointer.state import (
     MODEL,
     ModelWrapper,
     OPTIMIZER,
-    RANK_STATE,
     require_known,
-    TRAIN_STATE,
 )
-from torchtitan.components.checkpointer.templates import snapshots, templates
+from torchtitan.components.checkpointer.templates import snapshots
 from torchtitan.config.violations import reject
 from torchtitan.distributed.utils import patience
 from torchtitan.observability import structured_logger as sl
@@ -74,7 +69,8 @@ class CheckpointManager(BaseCheckpointManager):
     class Config(BaseCheckpointManager.Config):
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         """disabled: training waits for the write. async: training waits for a copy into CPU
-        memory, then goes on. async_with_pinned_mem: the copy overlaps training as well (GPU)."""
+        memory, then goes on. async_with_pinned_mem: the copy overlaps training as well, into
+        memory that is shared with a process that writes, and pinned where there is a GPU."""
 
         def __post_init__(self) -> None:
             # super() without arguments does not work in a class that slots=True has rebuilt.
@@ -336,27 +332,16 @@ class CheckpointManager(BaseCheckpointManager):
         source = start.source
         if source is None:
             return False
-        started_at = time.monotonic()
-        states = self._states_to_load(source.model_only)
-        if not source.from_hf:
-            outline = dcp_index.read_outline(source.path, self.pg)
-            states = templates(states, self._other_keys(), outline)
-            # A run without per-rank state may load a checkpoint that has it.
-            others = self._other_keys() | {RANK_STATE}
-            dcp_index.require_match(
-                source.path, states, other_keys=others, group=self.pg, outline=outline
-            )
-        try:
-            self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
-        except dcp.CheckpointException as error:
-            raise CheckpointReadError(
-                f"Could not read the checkpoint {source.path}: {cause_of(error)}. If it is damaged, move it "
-                "away and start again to resume from the one before it."
-            ) from error
-        if TRAIN_STATE not in self.exclude_from_loading:
-            require_step(source, self.states.get(TRAIN_STATE))
-        GarbageCollection.collect("after loading a checkpoint")
-        logger.info(f"Loaded the checkpoint in {time.monotonic() - started_at:.2f} s.")
+        restore(
+            source,
+            self._states_to_load(source.model_only),
+            lambda wanted: self.dcp_load(
+                wanted, source.path, source.from_hf, source.from_quantized
+            ),
+            states=self.states,
+            excluded=self.exclude_from_loading,
+            group=self.pg,
+        )
         return True
 
     def _maybe_wait_for_staging(self) -> None:

@@ -54,15 +54,22 @@ def announce() -> None:
     Raises:
         ValueError: they cannot be.
     """
-    if problem := obstacle():
-        raise ValueError(
-            f"--checkpoint.async_mode async_with_pinned_mem cannot work here: {problem}. Use "
-            "--checkpoint.async_mode async, which needs neither shared memory nor a process of its own."
-        )
+    if problem := refusal():
+        raise ValueError(problem)
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info(
             f"Saves are staged in {find_means(StagingOptions()).in_words}; a process writes them."
         )
+
+
+def refusal() -> str | None:
+    """What to tell when this mode cannot work on this machine, or None."""
+    if (problem := obstacle()) is None:
+        return None
+    return (
+        f"--checkpoint.async_mode async_with_pinned_mem cannot work here: {problem}. Use "
+        "--checkpoint.async_mode async, which needs neither shared memory nor a process of its own."
+    )
 
 
 def obstacle() -> str | None:
