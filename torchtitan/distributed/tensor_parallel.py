@@ -16,6 +16,7 @@ are waited for where they are made: an asynchronous result that enters compiled 
     plan {name: style} -> apply_tensor_parallel (meta) -> activation checkpointing -> compile -> FSDP
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -175,6 +176,7 @@ def apply_tensor_parallel(
             f"the tensor-parallel plan names modules that {type(model).__name__} does not have: {unknown}. "
             f"Take them out of the plan; its children are {sorted(dict(model.named_children()))}."
         )
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_worth_telling)
     for name, style in plan.items():
         # No rank sends anything: every weight is on meta, or the same everywhere.
         parallelize_module(modules[name], tp_mesh, style, src_data_rank=None)
@@ -200,6 +202,13 @@ def _whole_shape(x: torch.Tensor, width: int | None) -> dict[str, Any]:
         return {}  # the same share on every rank
     shape = torch.Size((*x.shape[:-1], width))
     return {"shape": shape, "stride": make_contiguous_strides_for(shape)}
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    # With FSDP as well, a reduction goes over one axis after the other. Here those are the norm of the
+    # gradients, one number, and the gathering of a matrix for a checkpoint; torch advises one more
+    # process group for them, on every rank.
+    return "sequential" not in str(record.msg)
 
 
 def _distribute_own_parameters(
