@@ -60,6 +60,8 @@ class DeviceMemoryMonitor:
                 "memory/max_reserved(%)": self._percent(reserved),
                 "memory/num_alloc_retries": retries,
                 "memory/num_ooms": stats.get("num_ooms", 0),
+                # A save in the background holds a copy of the state in RAM.
+                "memory/resident(GiB)": resident_memory_bytes() / _GIB,
             },
             summary=f"{reserved / _GIB:.2f}GiB({self._percent(reserved):.1f}%)",
         )

@@ -100,7 +100,17 @@ def test_the_first_error_is_kept_with_its_place(tmp_path: Path) -> None:
     for name in ("fwd_bwd", "step"):
         log.write("event", f"{name}_error", message=f"{name} error ValueError: row 7")
         log.write("event", f"{name}_end")
-    assert read_rank_log(log.path).error == "ValueError: row 7 (in fwd_bwd)"
+    found = read_rank_log(log.path)
+    assert found.error == "ValueError: row 7 (in fwd_bwd)" and not found.step_seconds
+
+
+def test_only_a_step_that_updated_the_parameters_counts(tmp_path: Path) -> None:
+    log = Rank(tmp_path)
+    log.train(range(1, 3))
+    log.begin_step(3)
+    with log.span("step", 1):  # the data is used up
+        log.takes("fetching_batch", 1)
+    assert sorted(read_rank_log(log.path).step_seconds) == [1, 2]
 
 
 def test_values_of_saves_belong_to_the_save_of_their_thread(tmp_path: Path) -> None:
@@ -161,8 +171,9 @@ def test_the_real_logger_writes_what_is_read(tmp_path: Path) -> None:
 
     @sl.log_trace_span("step")
     def step() -> None:
-        with sl.log_trace_span("fetching_batch"):
-            pass
+        for name in ("fetching_batch", "optim"):
+            with sl.log_trace_span(name):
+                pass
         sl.add_step_tag("gc")
         sl.log_trace_scalar({LOSS: 2.5, "checkpoint/step": 6, "checkpoint/durable(s)": 0.5})
         raise ValueError("mine")

@@ -74,7 +74,7 @@ class RankLog:
 
     seconds_by_part: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     step_seconds: dict[int, float] = field(default_factory=dict)
-    """Duration of each step that was finished."""
+    """Duration of each step that updated the parameters."""
 
     step_tags: dict[int, list[str]] = field(default_factory=dict)
     ready_at: dict[int, float] = field(default_factory=dict)
@@ -96,6 +96,7 @@ class RankLog:
     _main_thread: Any = None
     _saves_by_thread: dict[Any, Save] = field(default_factory=dict)
     _step_begin: float = 0.0
+    _has_updated: bool = False
 
     def add(self, record: dict[str, Any]) -> None:
         """Take the next record of the file into account."""
@@ -145,7 +146,7 @@ class RankLog:
         self.open_spans.append(name)
         step = record.get("step")
         if name == "step" and isinstance(step, int):
-            self._step_begin, self.error = now, None
+            self._step_begin, self._has_updated, self.error = now, False, None
             if self.resumed_after is None:
                 self.resumed_after = step - int(record.get("relative_step") or 1)
 
@@ -159,7 +160,9 @@ class RankLog:
             self.closed_in_order = True
         elif not isinstance(step, int):
             return
-        elif name == "step":
+        elif name == "optim":
+            self._has_updated = self.error is None
+        elif name == "step" and self._has_updated:
             self.step_seconds[step] = max(now - self._step_begin, 0.0)
             if tags := record.get("step_tags"):
                 self.step_tags[step] = [str(tag) for tag in tags]
