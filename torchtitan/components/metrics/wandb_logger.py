@@ -51,7 +51,7 @@ class WandBLogger(BaseLogger):
             self._run = wandb.init(dir=log_dir, config=config_dict, **arguments)
         except Exception as error:
             raise RuntimeError(
-                f"W&B could not begin with {arguments}: {error}. Log in with `wandb login` or set "
+                f"W&B could not be started with {arguments}: {error}. Log in with `wandb login` or set "
                 "WANDB_API_KEY, set WANDB_MODE=offline to send the numbers later with `wandb sync`, or leave "
                 "--metrics.enable-wandb out."
             ) from error
