@@ -99,10 +99,12 @@ class ParallelismConfig:
     """Communicate through symmetric memory. Needs an NVIDIA GPU of compute capability 9.0 or newer, or an AMD GPU."""
 
     tensor_parallel_degree: int = 1
-    """Ranks that share each matrix multiplication; 1 is off."""
+    """Ranks that share each matrix multiplication and read the same text. Divides the heads of the model; 1 is
+    off."""
 
     enable_sequence_parallel: bool = True
-    """With tensor parallelism, shard activations between the blocks along the sequence too."""
+    """With tensor parallelism, divide the tokens of a microbatch among its ranks between the blocks, too. The
+    tokens must be a multiple of the degree."""
 
     pipeline_parallel_degree: int = 1
     """Stages, each with a part of the layers, through which microbatches pass; 1 is off."""

@@ -1,5 +1,6 @@
 """The decoder: packed rows, tied weights, and how its Config meets the job's."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models.common import compute_ffn_hidden_dim, RMSNorm
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import Llama3Model, model_registry
+from torchtitan.models.llama3.model import Flavor
 
-from tests.unit_tests.models.small import config_of, ROW_LENGTH, small_config, SMALL_TIED
+from tests.unit_tests.models.small import config_of, ROW_LENGTH, SMALL, small_config, SMALL_TIED
 
 
 def built(config: Llama3Model.Config | None = None) -> Llama3Model:
@@ -100,6 +102,33 @@ def test_tensor_degree_must_divide_the_heads() -> None:
         small_config().update_from_config(config=job(tensor_parallel_degree=4))
     with pytest.raises(ValueError, match=r"\(3\) must divide n_heads \(4\) and n_kv_heads \(2\)"):
         small_config().update_from_config(config=job(tensor_parallel_degree=3))
+
+
+@pytest.mark.parametrize(
+    "flavor",
+    [replace(SMALL, n_kv_heads=4, vocab_size=9), replace(SMALL, n_kv_heads=4, ffn_dim=9)],
+)
+def test_tensor_degree_must_leave_something_for_every_rank(flavor: Flavor) -> None:
+    small_config(flavor).update_from_config(config=job(tensor_parallel_degree=2))
+    # Four ranks take 3 each, and the last one nothing.
+    with pytest.raises(ValueError, match=r"degree \(4\) leaves some ranks no part of .* \(9\)"):
+        small_config(flavor).update_from_config(config=job(tensor_parallel_degree=4))
+
+
+def test_sequence_parallelism_splits_the_tokens_evenly() -> None:
+    training = TrainingConfig(
+        num_tokens_per_microbatch_per_dp_rank=3 * 5, max_context_length=ROW_LENGTH - 1
+    )
+    for degree, is_on, fits in ((2, True, False), (2, False, True), (1, True, True)):
+        parallelism = ParallelismConfig(
+            tensor_parallel_degree=degree, enable_sequence_parallel=is_on
+        )
+        config = SimpleNamespace(parallelism=parallelism, training=training)
+        if fits:
+            small_config().update_from_config(config=config)
+            continue
+        with pytest.raises(ValueError, match="15 tokens of a microbatch over 2"):
+            small_config().update_from_config(config=config)
 
 
 def test_context_parallelism_needs_flex() -> None:
