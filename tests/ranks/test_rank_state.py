@@ -98,6 +98,7 @@ def train(
     torch_only: bool = False,
     recomputes: bool = False,
     same_seed: bool = False,
+    saves_rank_state: bool = True,
     **options: Any,
 ) -> Seen:
     """A run of ``Drawing`` on this rank, seeded apart from the other ranks if not ``same_seed``."""
@@ -109,13 +110,15 @@ def train(
         config.activation_checkpoint = FullAC.Config()
     seed = 100 if same_seed else 100 + int(os.environ["RANK"])
     trainer = Drawing(config, crash_after=crash_after, torch_only=torch_only, seed=seed)
+    assert isinstance(trainer.checkpointer, CheckpointManager)
+    if not saves_rank_state:
+        del trainer.checkpointer.states["rank_state"]
     try:
         trainer._train()
     except CrashError:
         pass
     after = random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))
     trainer.close()
-    assert isinstance(trainer.checkpointer, CheckpointManager)
     weights = trainer.checkpointer.states["model"].state_dict()
     seen = Seen(
         losses=trainer.trace.losses,
@@ -150,6 +153,21 @@ def resumed_twice(folder: str) -> list[Seen]:
 def loaded_apart_and_alike(folder: str) -> list[Seen]:
     # Stopping where the checkpoint was taken shows the generators as they were restored.
     return [train(folder, "run", STOP, load_only=True, same_seed=same) for same in (False, True)]
+
+
+def loads_without_rank_state(folder: str) -> list[Seen]:
+    """A fresh start, then loads that have no generators to restore, each without a step."""
+    train(folder, "old", STOP, interval=STOP, saves_rank_state=False)
+    train(folder, "new", STOP, interval=STOP)
+    weights = f"{folder}/new/checkpoint/step-{STOP}"
+    at_once = {"load_only": True}
+    return [
+        train(folder, "fresh", 0, **at_once),
+        train(folder, "old", STOP, **at_once),
+        train(folder, "new", STOP, exclude_from_loading=["rank_state"], **at_once),
+        train(folder, "tuned", 0, initial_load_path=weights, **at_once),
+        train(folder, "new", STOP, **at_once, saves_rank_state=False),
+    ]
 
 
 @pytest.mark.ranks
@@ -189,3 +207,14 @@ def test_ranks_that_shared_a_generator_go_on_sharing_one(tmp_path: Path) -> None
     assert alike.after == other_alike.after == apart.after, "rank 0 leads in all of these"
     assert all(here != there for here, there in zip(apart.after, other_apart.after, strict=True))
     assert len(apart.lines) == 1 and other_apart.lines == []
+
+
+@pytest.mark.ranks
+def test_generators_stay_as_seeded_where_no_state_of_ranks_is_loaded(tmp_path: Path) -> None:
+    [runs] = run_on_ranks(1, loads_without_rank_state, str(tmp_path), init=False)
+    fresh, from_old, excluded, tuned, without = runs
+    for loaded in (from_old, excluded, tuned, without):
+        assert loaded.after == fresh.after
+    # Only the older checkpoint is worth a line; and neither kind is taken for an export.
+    assert [len(run.lines) for run in runs] == [0, 1, 0, 0, 0]
+    assert "older" in from_old.lines[0]
