@@ -1,7 +1,9 @@
 import os
+import random
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,11 +52,14 @@ def _reductions_of_dtensors() -> tuple[float, list[str]]:
 
 def _draws(
     seed: int | None, degrees: dict[str, int], distinct: list[str]
-) -> tuple[float, int, str]:
+) -> tuple[list[float], int, str]:
     torch.manual_seed(100 + dist.get_rank())  # ranks start out different
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
     debug = DebugConfig(seed=seed)
     utils.set_determinism(_dims(**degrees), torch.device("cpu"), debug, distinct)
-    return torch.rand(()).item(), torch.initial_seed(), os.environ["PYTHONHASHSEED"]
+    numbers = [torch.rand(()).item(), random.random(), float(np.random.random())]
+    return numbers, torch.initial_seed(), os.environ["PYTHONHASHSEED"]
 
 
 def _wait_for_a_rank_that_never_comes() -> float:
@@ -151,8 +156,9 @@ def test_seeds_are_equal_over_the_data_parallel_ranks(seed: int | None) -> None:
 
 
 def test_seeds_differ_along_the_axes_that_ask_for_it() -> None:
-    seeds = [seed for _, seed, _ in run_on_ranks(4, _draws, 2**64 - 1, {"pp": 2}, ["pp"])]
-    assert seeds == [2**64 - 1, 2**64 - 1, 0, 0]
+    answers = run_on_ranks(4, _draws, 2**64 - 1, {"pp": 2}, ["pp"])
+    assert [seed for _, seed, _ in answers] == [2**64 - 1, 2**64 - 1, 0, 0]
+    assert all(one != other for one, other in zip(answers[0][0], answers[2][0], strict=True))
 
 
 def test_the_training_timeout_replaces_the_one_of_the_start() -> None:

@@ -10,10 +10,12 @@ so that the watch for failed ranks (``failure.py``) can speak when the collectiv
 
 import itertools
 import os
+import random
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -102,7 +104,7 @@ def set_determinism(
     debug_config: DebugConfig,
     distinct_seed_mesh_dims: list[str],
 ) -> None:
-    """Seed every rank, the same everywhere except along ``distinct_seed_mesh_dims``.
+    """Seed the generators of torch, Python and NumPy, alike except along ``distinct_seed_mesh_dims``.
 
     Without a configured seed the ranks agree on the one that rank 0 drew. Collective when there is more than one rank.
     """
@@ -118,20 +120,25 @@ def set_determinism(
     seed = debug_config.seed
     if parallel_dims.world_size == 1:
         if seed is not None:
-            torch.manual_seed(seed)
-            os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
+            _seed_generators(seed)
         return
     if seed is None:
         seed = _seed_of_rank_zero(device)
     seed = (seed + _index_over(parallel_dims, distinct_seed_mesh_dims)) % 2**64
     logger.debug("seed %d over distinct axes %s", seed, distinct_seed_mesh_dims)
-    torch.manual_seed(seed)
-    # Read by child processes only: this one hashed its first string long ago.
-    os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
+    _seed_generators(seed)
     mesh = parallel_dims.world_mesh
     # On a CPU mesh DTensor has no generator of its own to seed and would only warn.
     if parallel_dims.world_size > parallel_dims.pp and mesh.device_type != "cpu":
         dtensor_random.manual_seed(seed, mesh)
+
+
+def _seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # takes no more bits
+    # Read by child processes only: this one hashed its first string long ago.
+    os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
 
 
 def _seed_of_rank_zero(device: torch.device) -> int:
