@@ -9,6 +9,8 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.data import GrainDataLoader
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.llama3 import model_registry
 
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import CONTEXT, make_config, run, Trace
@@ -16,6 +18,9 @@ from tests.ranks.tiny_run import CONTEXT, make_config, run, Trace
 
 def two_steps(folder: str) -> Trace:
     config = make_config(Path(folder), "run", async_mode="async", interval=2)
+    config.model_spec = model_registry("jargon")
+    assert isinstance(config.model_spec.model, Decoder.Config)
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
     # Wrapped blocks and a fused projection: the two ways in which a live name differs.
     config.activation_checkpoint = FullAC.Config()
     return run(config, crash_after=2)

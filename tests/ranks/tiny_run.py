@@ -1,15 +1,17 @@
 """A trainer small enough to run dozens of times, and a record of every bit it produces.
 
-``Recorded.run`` trains on this rank and returns a ``Trace``; two traces are equal exactly when the
-runs saw the same samples, computed the same losses and hold the same state, bit for bit.
+``run`` trains on this rank and returns a ``Trace``; two traces are equal exactly when the runs saw
+the same samples, computed the same losses and hold the same state, bit for bit.
 """
 
 import hashlib
 import json
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -19,13 +21,15 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.components.optimizer import default_adamw, LRSchedulersContainer
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.model import Flavor
 from torchtitan.trainer import Trainer
 
 NUM_STEPS = 12
 CONTEXT = 32
 NUM_DOCUMENTS = 23
+# The vocabulary of the tokenizer, and heads for up to four tensor-parallel ranks.
+TINY = Flavor(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=2048)
 
 
 class CrashError(Exception):
@@ -36,13 +40,19 @@ class CrashError(Exception):
 class Trace:
     """What a run did, step by step, and what it ended with."""
 
-    samples: dict[int, list[str]] = field(default_factory=dict)
-    """Digests of this rank's microbatches by step."""
+    samples: dict[int, list[list[str]]] = field(default_factory=dict)
+    """Digests of the rows of each of this rank's microbatches, by step."""
 
     losses: dict[int, float] = field(default_factory=dict)
     learning_rates: dict[int, float] = field(default_factory=dict)
     state: dict[str, str] = field(default_factory=dict)
     """Digest of every parameter and optimizer tensor, whole, and every plain value."""
+
+    loaded: dict[str, str] = field(default_factory=dict)
+    """The same before the first step of this run."""
+
+    rng: dict[str, str] = field(default_factory=dict)
+    """Digests of the generators of this rank at the end."""
 
     epochs: dict[int, int] = field(default_factory=dict)
     resumed_from: int = 0
@@ -64,15 +74,21 @@ class Recorded(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> Any:
-        digests = self.trace.samples.setdefault(self.step, [])
-        digests.append(digest(input_dict["input"]) + digest(labels))
+        rows = zip(input_dict["input"].split(CONTEXT), labels.split(CONTEXT), strict=True)
+        digests = [digest(row) + digest(row_labels) for row, row_labels in rows]
+        self.trace.samples.setdefault(self.step, []).append(digests)
         return super().post_dataloading_process(input_dict, labels)
 
     def train_step(self, data_iterator: Any) -> None:
         if self.crash_after is not None and self.step > self.crash_after:
+            self.step -= 1  # the one in hand never ran
             raise CrashError
         if not self.trace.samples:
             self.trace.resumed_from = self.step - 1
+            if self.trace.resumed_from:
+                # Not in a fresh run: asking an optimizer for its state creates it. And the step in
+                # hand is counted already.
+                self.trace.loaded = state_of(self) | {"step": digest(self.step - 1)}
         super().train_step(data_iterator)
         self.trace.epochs[self.step] = self.dataloader.state_dict()["epoch"]
 
@@ -83,7 +99,10 @@ class _Recorder(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self.trace.losses[step] = metrics["loss_metrics/global_avg_loss"]
-        self.trace.learning_rates[step] = metrics["lr/AdamW"]
+        # Several groups have several entries, of which the first is as good as any.
+        self.trace.learning_rates[step] = next(
+            rate for name, rate in metrics.items() if name.startswith("lr/")
+        )
 
 
 def digest(value: Any) -> str:
@@ -94,6 +113,31 @@ def digest(value: Any) -> str:
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return hashlib.sha1(raw).hexdigest()
     return repr(value)
+
+
+def state_of(trainer: Trainer) -> dict[str, str]:
+    """Digests of everything that a checkpoint of ``trainer`` holds; a collective."""
+    assert isinstance(trainer.checkpointer, CheckpointManager)
+    state = {
+        **trainer.checkpointer.states["model"].state_dict(),
+        **trainer.optimizers.state_dict(),
+        **trainer.lr_schedulers.state_dict(),
+        **trainer.dataloader.state_dict(),
+        **trainer.state_dict(),
+    }
+    return {name: digest(value) for name, value in sorted(state.items())}
+
+
+def generators() -> dict[str, str]:
+    """Digests of the random number generators that a model may draw from."""
+    numpy_state = np.random.get_state(legacy=True)
+    assert isinstance(numpy_state, tuple)
+    name, keys, *rest = numpy_state
+    states = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
+    return {
+        **{name: hashlib.sha1(repr(state).encode()).hexdigest() for name, state in states.items()},
+        "torch": digest(torch.get_rng_state()),
+    }
 
 
 def write_corpus(folder: Path) -> str:
@@ -116,8 +160,10 @@ def make_config(folder: Path, name: str, **checkpoint: Any) -> Recorded.Config:
         "keep_latest_k": 0,
         **checkpoint,
     }
+    spec = model_registry("jargon")
+    spec.model = TINY.build_config()
     config = Recorded.Config(
-        model_spec=model_registry("jargon"),
+        model_spec=spec,
         loss=CrossEntropyLoss.Config(),
         optimizer=default_adamw(lr=1e-3),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=3, total_steps=NUM_STEPS),
@@ -138,30 +184,25 @@ def make_config(folder: Path, name: str, **checkpoint: Any) -> Recorded.Config:
         comm=CommConfig(trace_buf_size=0),
     )
     config.metrics.log_freq = 1
-    assert config.model_spec is not None
-    model = config.model_spec.model
-    assert isinstance(model, Decoder.Config)
-    model.layers = model.layers[:2]
     return config
 
 
-def run(config: Recorded.Config, *, crash_after: int | None = None) -> Trace:
-    """Train on this rank, with a process group of its own, to the end or to the crash."""
+def run(
+    config: Recorded.Config, *, crash_after: int | None = None, with_state: bool = True
+) -> Trace:
+    """Train on this rank, with a process group of its own, to the end or to the crash.
+
+    ``with_state`` off leaves out the state at the end, whose gathering takes a while.
+    """
     trainer = Recorded(config, crash_after=crash_after)
     try:
         trainer._train()
     except CrashError:
         pass
+    trainer.trace.rng = generators()
     trainer.close()
-    assert isinstance(trainer.checkpointer, CheckpointManager)
-    state = {
-        **trainer.checkpointer.states["model"].state_dict(),
-        **trainer.optimizers.state_dict(),
-        **trainer.lr_schedulers.state_dict(),
-        **trainer.dataloader.state_dict(),
-        **trainer.state_dict(),
-    }
-    trainer.trace.state = {name: digest(value) for name, value in sorted(state.items())}
+    if with_state:
+        trainer.trace.state = state_of(trainer)
     trainer.peers.close()
     dist.destroy_process_group()
     return trainer.trace
