@@ -18,6 +18,8 @@ for _name in list(os.environ):
     ) or _name.startswith("TORCHELASTIC_"):
         del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test may reach the network; the library looks at this once, when it is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # A failure seen once has to be seen again, and a loaded machine is no failure.
 settings.register_profile("steady", derandomize=True, deadline=None)

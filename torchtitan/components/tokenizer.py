@@ -1,12 +1,13 @@
 """Turn text into token ids and back.
 
 A tokenizer is a folder of files; the special tokens come from ``tokenizer_config.json``, which is
-optional. The one fact to know: ``encode`` never adds a begin or end token twice. What the files'
-own post-processor adds already is left to it.
+optional, and so is a chat template. The one fact to know: ``encode`` never adds a begin or end
+token twice. What the files' own post-processor adds already is left to it.
 
     folder -> tokenizer.json                 -> as it is
            -> vocab.json/.txt + merges.txt   -> byte-level BPE
            -> vocab.json/.txt                -> one id per word, "[UNK]" for the rest
+           -> chat_template.jinja, else tokenizer_config.json -> chat_template.py
 """
 
 import hashlib
@@ -19,10 +20,12 @@ from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, Tokenizer
 
+from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.config import Configurable
 from torchtitan.tools.logging import logger
 
 _CONFIG_FILE = "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 _VOCABULARY_FILES = ("vocab.json", "vocab.txt")
 _UNKNOWN_TOKEN = "[UNK]"
 
@@ -38,6 +41,38 @@ class BaseTokenizer(ABC, Configurable):
 
     bos_id: int | None = None
     eos_id: int | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    _template: ChatTemplate | None = None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template; None without one."""
+        return None if self._template is None else self._template.text
+
+    def set_chat_template(self, template: str) -> None:
+        """Write conversations with ``template``, in the language of jinja.
+
+        Raises ValueError when it is no template.
+        """
+        self._template = ChatTemplate(template, self.special_tokens())
+
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens by the names that a chat template may use, such as ``eos_token``."""
+        named = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        return {name: token for name, token in named.items() if token is not None}
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
+        """The text of a conversation; ``kwargs`` such as ``add_generation_prompt`` go to the template.
+
+        Raises ValueError without a template, and for one that fails or needs a token that is missing.
+        """
+        if self._template is None:
+            raise ValueError(
+                f"a chat template was asked for, but the tokenizer has none. Put {_TEMPLATE_FILE} "
+                f"beside it, or a chat_template into its {_CONFIG_FILE}."
+            )
+        return self._template.render(messages, **kwargs)
 
     @abstractmethod
     def encode(
@@ -59,6 +94,10 @@ class BaseTokenizer(ABC, Configurable):
 
         Cached tokens and saved positions of the data are valid only under the same digest.
         """
+
+    def encode_verbatim(self, text: str) -> list[int]:
+        """The ids of ``text`` and of nothing else: no begin or end token that it does not spell."""
+        return self.encode(text, add_bos=False, add_eos=False)
 
     def encode_batch(
         self, texts: Sequence[str], add_bos: bool | None = None, add_eos: bool | None = None
@@ -105,7 +144,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.hf_adds_eos = self.eos_id is not None and probe[-1:] == [self.eos_id]
         self.default_add_bos = bool(settings.get("add_bos_token", False))
         self.default_add_eos = bool(settings.get("add_eos_token", False))
+        self._named_tokens = _named_tokens(settings)
         self._fingerprint = self._digest(files)
+        if (template := _read_template(folder / _TEMPLATE_FILE, settings)) is not None:
+            self.set_chat_template(template)
 
     def _special_id(self, name: str, token: str | None) -> int | None:
         if token is None:
@@ -163,6 +205,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
         """``encode`` for many texts, on all cores."""
         prefix, suffix = self._affixes(add_bos, add_eos)
         return [prefix + found.ids + suffix for found in self.tokenizer.encode_batch(list(texts))]
+
+    def encode_verbatim(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def special_tokens(self) -> dict[str, str]:
+        return self._named_tokens
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
         """The text of ``token_ids``, without special tokens unless ``skip_special_tokens=False``."""
@@ -261,6 +309,28 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{file} holds a {type(settings).__name__}, not an object. Correct it.")
     return settings
+
+
+def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """All that the settings call a token: ``bos_token``, ``pad_token`` and the like."""
+    texts = {name: _token_text(value) for name, value in settings.items() if _is_token(name, value)}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _is_token(name: str, value: Any) -> bool:
+    is_text = isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+    return name.endswith("_token") and is_text
+
+
+def _read_template(file: Path, settings: dict[str, Any]) -> str | None:
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        # Several, by name; the one called default is the one for conversations.
+        named = {item.get("name"): item.get("template") for item in found}
+        return named.get("default")
+    return found
 
 
 def _token_text(value: str | dict[str, Any] | None) -> str | None:

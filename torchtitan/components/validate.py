@@ -88,12 +88,20 @@ class Validator(BaseValidator):
                     "--validator.dataloader.files with the paths of held-out text, or leave it disabled."
                 )
 
-        def check(self, *, max_context_length: int, num_tokens_per_batch: int) -> list[str]:
+        def check(
+            self,
+            *,
+            max_context_length: int,
+            num_tokens_per_batch: int,
+            tokenizer: BaseTokenizer | None = None,
+        ) -> list[str]:
             """What would keep an enabled validation from running, one message each; changes nothing."""
             if not self.enable or _names_no_data(self.dataloader):
                 return []
             found = self._data().check(
-                max_context_length=max_context_length, num_tokens_per_batch=num_tokens_per_batch
+                max_context_length=max_context_length,
+                num_tokens_per_batch=num_tokens_per_batch,
+                tokenizer=tokenizer,
             )
             return [f"validation: {message}" for message in found]
 

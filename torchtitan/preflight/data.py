@@ -1,8 +1,10 @@
-"""Whether there is data to train on, and whether its documents can be read."""
+"""Whether there is data to train on, and whether documents and tokenizer fit each other."""
 
+import logging
 from collections.abc import Iterator
 
 from torchtitan.components.data import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.violations import speaks
 from torchtitan.trainer import Trainer
 
@@ -22,6 +24,20 @@ def data_problems(config: Trainer.Config) -> Iterator[str]:
     # the others.
     if not speaks():
         return
-    yield from config.dataloader.check(**sizes)
+    tokenizer = _tokenizer(config)
+    yield from config.dataloader.check(**sizes, tokenizer=tokenizer)
     if config.validator.enable:
-        yield from config.validator.check(**sizes)
+        yield from config.validator.check(**sizes, tokenizer=tokenizer)
+
+
+def _tokenizer(config: Trainer.Config) -> BaseTokenizer | None:
+    """The tokenizer, to see whether it has what the data needs; None for one that cannot be read."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    # Whatever is wrong with its files is reported with the model.
+    except Exception:
+        return None
+    finally:
+        logging.disable(before)

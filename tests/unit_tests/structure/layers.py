@@ -46,6 +46,9 @@ SIDEWAYS: dict[tuple[str, str], str] = {
     ("torchtitan.components.data", "torchtitan.components.tokenizer"): (
         "text becomes tokens while the corpus is read"
     ),
+    ("torchtitan.components.tokenizer", "torchtitan.components.chat_template"): (
+        "a tokenizer brings the template that conversations are written with"
+    ),
     ("torchtitan.components.validate", "torchtitan.components.data"): "it reads batches of its own",
     ("torchtitan.components.validate", "torchtitan.components.loss"): "it evaluates the loss",
     ("torchtitan.components.validate", "torchtitan.components.metrics"): "it logs its result",

@@ -21,11 +21,13 @@ EXPORTS = {
         CheckpointStorage DATALOADER LR_SCHEDULER MODEL ModelWrapper OPTIMIZER TRAIN_STATE""",
     "torchtitan.components.optimizer": """LRSchedulersContainer OptimizersContainer
         ParamGroupConfig default_adamw""",
-    "torchtitan.components.data": """BaseDataLoader Collator ConcatThenSplitPackingConfig
-        DataloaderExhaustedError DatasetBuildContext DatasetConfig DatasetIterationPolicy
-        GrainDataLoader IndexedJsonlSource LocalFilesSource RandomAccessDataSource
-        SampleProcessor SingleDatasetConfig SourceConfig TextCollator TextProcessor TextSequence
-        TrainerBatch packed_text""",
+    "torchtitan.components.data": """BaseDataLoader ChatProcessor Collator
+        ConcatThenSplitPackingConfig DataloaderExhaustedError DatasetBuildContext
+        DatasetConcatConfig DatasetConfig DatasetIterationPolicy DatasetMixConfig
+        FirstFitPackingConfig GrainDataLoader HuggingFaceRandomAccessSource
+        HuggingFaceStreamingSource IndexedJsonlSource LocalFilesSource RandomAccessDataSource
+        SampleProcessor SingleDatasetConfig SourceConfig StreamingDataSource TextCollator
+        TextProcessor TextSequence TrainerBatch WeightedDataset packed_text""",
     "torchtitan.components.loss": """BaseLoss ChunkedLossWrapper CrossEntropyLoss
         GradAccumulator IGNORE_INDEX LossFunction LossOutput MSELoss cross_entropy_loss mse_loss""",
     "torchtitan.protocols": """BaseModel BaseStateDictAdapter Configurable ModelSpec Module

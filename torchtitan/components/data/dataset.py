@@ -1,34 +1,41 @@
-"""Put a source and a processor together into a tokenized corpus.
+"""Put source, filters and processor together into documents: a tokenized corpus or a stream.
 
-The tokens are made once per content of source, processor and tokenizer, whatever the run's batch
-size, context length or ranks. The one fact to know: configs here only describe; ``check`` reads,
-``build`` may tokenize.
+The tokens of a corpus are made once per content of source, filters, processor and tokenizer,
+whatever the run's batch size or ranks. The one fact to know: configs here only describe; ``check``
+reads, ``build`` may tokenize.
 
-    source -> processor -> token_cache -> TokenizedCorpus -> packing
+    source -> filters, processor -> token_cache     -> TokenizedCorpus -> packing
+                                 -> document_stream -> DocumentStream  -> packing
 """
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from torchtitan.components.data.array_cache import cache_root
+from torchtitan.components.data.corpus import TokenizedCorpus
+from torchtitan.components.data.document_stream import DocumentStream
 from torchtitan.components.data.files import Record, SampleError
 from torchtitan.components.data.processors import SampleProcessor, TextProcessor
-from torchtitan.components.data.progress import byte_progress
-from torchtitan.components.data.sources import RandomAccessDataSource, SourceConfig
-from torchtitan.components.data.token_cache import cache_root, open_or_build, TokenStore
-from torchtitan.components.data.types import (
-    DatasetBuildContext,
-    DatasetIterationPolicy,
-    TextSequence,
+from torchtitan.components.data.sources import (
+    RandomAccessDataSource,
+    SourceConfig,
+    StreamingDataSource,
 )
+from torchtitan.components.data.token_cache import open_or_build
+from torchtitan.components.data.tokenize import (
+    DocumentMaker,
+    nothing_found,
+    PostFilter,
+    PreFilter,
+    tokenize,
+)
+from torchtitan.components.data.types import DatasetBuildContext, DatasetIterationPolicy
+from torchtitan.components.tokenizer import BaseTokenizer
 
-# Enough documents to keep all cores of the tokenizer busy, few enough to be a moment's work.
-_CHUNK_DOCUMENTS = 1024
-_CHUNK_BYTES = 4 * 1024 * 1024
 _SHOWN_PROBLEMS = 10
 
 
@@ -43,52 +50,45 @@ class DatasetConfig(ABC):
         """What is described: documents or rows."""
 
     @abstractmethod
-    def check(self) -> list[str]:
+    def check(self, tokenizer: BaseTokenizer | None = None) -> list[str]:
         """What keeps the data from being read, one message each; changes nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedCorpus:
-    """The tokens of a corpus and the digests of what they were made from."""
-
-    store: TokenStore
-    digest: str
-    tokenizer_digest: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleDatasetConfig(DatasetConfig):
-    """The documents of one source through one processor."""
+    """The documents of one source through filters and one processor."""
 
     source: SourceConfig
     """Where the documents come from."""
 
+    pre_filters: tuple[PreFilter, ...] = ()
+    """Functions of a document's fields; a document is used if all return true."""
+
     processor: SampleProcessor.Config = field(default_factory=TextProcessor.Config)
     """What makes tokens of a document."""
 
+    post_filters: tuple[PostFilter, ...] = ()
+    """Functions of a document's TextSequence; it is used if all return true."""
+
     def build(
         self, *, context: DatasetBuildContext, dataset_iteration_policy: DatasetIterationPolicy
-    ) -> TokenizedCorpus:
+    ) -> TokenizedCorpus | DocumentStream:
+        processor: SampleProcessor = self.processor.build(context=context)
+        maker = DocumentMaker(processor, self.pre_filters, self.post_filters)
+        # The class of the config tells before the data is opened, which may take a while.
+        owner = self.source._owner
+        if owner is not None and issubclass(owner, StreamingDataSource):
+            return DocumentStream(self.source, maker, dataset_iteration_policy)
         source: RandomAccessDataSource = self.source.build(
             dataset_iteration_policy=dataset_iteration_policy
         )
-        processor: SampleProcessor = self.processor.build(context=context)
-        root = cache_root(context.cache_dir)
-        # Before the digest: the tokens of a later content must not get the name of this one.
-        refuse_changes = source.watch()
-        corpus = _digest(source.digest(root), self.processor.describe())
-        tokenizer = context.tokenizer.fingerprint()
-        store = open_or_build(
-            root,
-            key=_digest(corpus, tokenizer),
-            dtype=_smallest_dtype(context.tokenizer.get_vocab_size()),
-            documents=lambda: _tokenize(source, processor, refuse_changes),
-        )
-        return TokenizedCorpus(store, corpus, tokenizer)
+        return _tokenized(source, maker, context)
 
-    def check(self) -> list[str]:
+    def check(self, tokenizer: BaseTokenizer | None = None) -> list[str]:
         problems: list[str] = []
         num_broken = num_documents = 0
+        if tokenizer is not None and (lack := self.processor.check_tokenizer(tokenizer)):
+            problems.append(lack)
         try:
             for found in self.source.probe():
                 num_documents += 1
@@ -97,80 +97,45 @@ class SingleDatasetConfig(DatasetConfig):
                     num_broken += 1
                     if num_broken <= _SHOWN_PROBLEMS:
                         problems.append(problem)
-        except (OSError, ValueError) as error:
-            return [str(error)]
+        except (OSError, ValueError, TypeError) as error:
+            return [*problems, str(error)]
         if num_documents == 0:
-            return [_nothing_found()]
+            return [*problems, nothing_found()]
         if num_broken > _SHOWN_PROBLEMS:
             problems.append(f"and {num_broken - _SHOWN_PROBLEMS} more broken documents")
         return problems
 
     def _check(self, record: Record) -> str | None:
+        try:
+            if not all(keep(record.fields) for keep in self.pre_filters):
+                return None
+        except Exception as error:
+            return f"{record.location}: a pre-filter failed with {type(error).__name__}: {error}."
         return self.processor.check(record)
 
 
-def _nothing_found() -> str:
-    return (
-        "the data files hold no document: found only blank lines, or documents of less than two "
-        "tokens. Give files with text."
+def _tokenized(
+    source: RandomAccessDataSource, maker: DocumentMaker, context: DatasetBuildContext
+) -> TokenizedCorpus:
+    root = cache_root(context.cache_dir)
+    # Before the digest: the tokens of a later content must not get the name of this one.
+    refuse_changes = source.watch()
+    corpus = digest_of(source.digest(root), maker.describe(context))
+    tokenizer = context.tokenizer.fingerprint()
+    store = open_or_build(
+        root,
+        key=digest_of(corpus, tokenizer),
+        dtype=_smallest_dtype(context.tokenizer.get_vocab_size()),
+        documents=lambda: tokenize(source, maker, refuse_changes),
+        own_labels=maker.processor.own_labels,
     )
+    return TokenizedCorpus((store,), corpus, tokenizer)
 
 
-def _digest(*parts: str) -> str:
+def digest_of(*parts: str) -> str:
+    """A digest of all ``parts`` in order."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def _tokenize(
-    source: RandomAccessDataSource, processor: SampleProcessor, refuse_changes: Callable[[], None]
-) -> Iterator[np.ndarray]:
-    """The tokens of every document that has at least two, with a progress bar."""
-    num_read = num_kept = 0
-    vocab_size = processor.context.tokenizer.get_vocab_size()
-    with byte_progress(source.size_bytes(), "tokenizing") as bar:
-        for chunk in _chunks(source.scan()):
-            for sequence in processor.process_batch(chunk, num_read):
-                if sequence is not None:
-                    num_kept += 1
-                    tokens = _with_last_label(sequence)
-                    _refuse_unknown_ids(tokens, vocab_size)
-                    yield tokens
-            num_read += len(chunk)
-            bar.update(sum(record.size_bytes for record in chunk))
-    refuse_changes()
-    if num_kept == 0:
-        raise ValueError(_nothing_found())
-
-
-def _with_last_label(sequence: TextSequence) -> np.ndarray:
-    if not np.array_equal(sequence.labels[:-1], sequence.input_ids[1:]):
-        raise ValueError(
-            "a processor gave labels that are not the next inputs; only plain next-token labels "
-            "can be cached. Use TextProcessor."
-        )
-    return np.append(sequence.input_ids, sequence.labels[-1:])
-
-
-def _refuse_unknown_ids(tokens: np.ndarray, vocab_size: int) -> None:
-    # A larger id would be cut to the width that the cache has, into another token.
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ValueError(
-            f"the tokenizer made ids from {tokens.min()} to {tokens.max()}, but says that its "
-            f"vocabulary has {vocab_size} entries. Use a tokenizer whose files fit together."
-        )
-
-
-def _chunks(records: Iterator[Record]) -> Iterator[list[Record]]:
-    chunk: list[Record] = []
-    size = 0
-    for record in records:
-        chunk.append(record)
-        size += record.size_bytes
-        if len(chunk) == _CHUNK_DOCUMENTS or size >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

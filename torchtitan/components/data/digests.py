@@ -1,4 +1,4 @@
-"""Digest the content of corpus files, reading a large file once and not at every start.
+"""Digest the content of a corpus, reading a large file once and not at every start.
 
 A note per file in the cache folder keeps its digest together with size, inode and change times.
 The one fact to know: a note is written only for a file that was left alone for a while before it
@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -33,6 +34,46 @@ def digest_files(files: Sequence[tuple[str, Path]], cache_folder: Path) -> str:
     for kind, path in files:
         corpus.update(f"{kind}:{digests[path]}\n".encode())
     return corpus.hexdigest()[:32]
+
+
+def remembered_digest(
+    files: Sequence[Path], name: str, cache_folder: Path, compute: Callable[[], str]
+) -> str:
+    """``compute()``, remembered under ``name`` for as long as ``files`` stay as they are.
+
+    Without files nothing tells of a change, and it is computed each time.
+    """
+    if not files:
+        return compute()
+    notes = cache_folder / "digests"
+    note = notes / (hashlib.sha256(name.encode()).hexdigest()[:32] + ".json")
+    identity = [[str(path), *_identity(path)] for path in files]
+    if (found := _read_note(note, identity)) is not None:
+        return found
+    lock = _lock(notes)
+    if lock is None:
+        return compute()
+    try:
+        digest = _read_note(note, identity) or compute()
+        _write_note(note, identity, digest)
+        return digest
+    finally:
+        lock.release()
+
+
+def _lock(notes: Path) -> FileLock | None:
+    """Held by one process of a machine: all its ranks would otherwise read the whole corpus.
+
+    None where the folder cannot be written. Its cache may still hold the tokens; the digest then
+    costs a read.
+    """
+    try:
+        notes.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(notes / "lock")
+        lock.acquire()
+        return lock
+    except OSError:
+        return None
 
 
 def watch_files(paths: Sequence[Path]) -> Callable[[], None]:
@@ -62,14 +103,9 @@ def _content_identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read_missing(paths: Sequence[Path], notes: Path) -> dict[Path, str]:
-    try:
-        notes.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(notes / "lock")
-        lock.acquire()
-    except OSError:
-        # A cache that cannot be written may still hold the tokens; the digest then costs a read.
+    lock = _lock(notes)
+    if lock is None:
         return {path: _noted(path, notes) or _read(path)[0] for path in paths}
-    # Ranks of one machine would otherwise all read the whole corpus.
     try:
         digests = {}
         for path in paths:
@@ -82,11 +118,14 @@ def _read_missing(paths: Sequence[Path], notes: Path) -> dict[Path, str]:
 def _read_and_note(path: Path, notes: Path) -> str:
     digest, settled = _read(path)
     if settled:
-        note = _note_file(path, notes)
-        temporary = note.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"identity": _identity(path), "digest": digest}))
-        os.replace(temporary, note)
+        _write_note(_note_file(path, notes), _identity(path), digest)
     return digest
+
+
+def _write_note(note: Path, identity: list[Any], digest: str) -> None:
+    temporary = note.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps({"identity": identity, "digest": digest}))
+    os.replace(temporary, note)
 
 
 def _read(path: Path) -> tuple[str, bool]:
@@ -115,7 +154,14 @@ def _note_file(path: Path, notes: Path) -> Path:
 
 def _noted(path: Path, notes: Path) -> str | None:
     try:
-        note = json.loads(_note_file(path, notes).read_text())
-        return note["digest"] if note["identity"] == _identity(path) else None
+        return _read_note(_note_file(path, notes), _identity(path))
+    except OSError:
+        return None
+
+
+def _read_note(file: Path, identity: list[Any]) -> str | None:
+    try:
+        note = json.loads(file.read_text())
+        return note["digest"] if note["identity"] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,13 +1,16 @@
-"""The one door to grain, which reads rows ahead on a thread.
+"""Read ahead on a thread: the one door to grain for numbered rows, and a thread for what comes in turn.
 
-The one fact to know: what grain has read ahead is nobody's position. The loader counts what it
-handed out, and opens a new iterator wherever it wants to stand.
+The one fact to know: what was read ahead is nobody's position. The loader counts what it handed
+out, and opens a new iterator wherever it wants to stand.
 
     numbered rows -> grain: read, batch, read ahead -> loader
+    any iterator  -> ThreadReadAhead                -> loader
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from absl import logging as absl_logging
 
@@ -21,6 +24,9 @@ absl_logging.set_verbosity(_verbosity)
 
 ReadOptions = grain.ReadOptions
 index_shuffle = grain.experimental.index_shuffle
+
+# A read that is not done by then waits for something that may never come.
+_CLOSE_SECONDS = 10.0
 
 Batch = TypeVar("Batch")
 Batch_co = TypeVar("Batch_co", covariant=True)
@@ -65,3 +71,82 @@ def read_ahead(
         batches, prefetch_buffer_size=num_batches
     )
     return iter(threaded)
+
+
+class ThreadReadAhead(Generic[Batch]):
+    """The items of an iterator in order, up to ``num_items`` of them made on a thread beforehand.
+
+    An exception of the iterator is raised where its item was due.
+    """
+
+    def __init__(
+        self, items: Iterator[Batch], num_items: int, interrupt: Callable[[], None]
+    ) -> None:
+        """``interrupt`` makes ``items`` end soon, whatever it waits for; called by ``close``."""
+        self._items = items
+        self._num_items = num_items
+        self._interrupt = interrupt
+        self._made: deque[tuple[str, Any]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if num_items > 0:
+            self._thread = threading.Thread(target=self._read, name="data-prefetch", daemon=True)
+            self._thread.start()
+
+    def _read(self) -> None:
+        kind = "item"
+        while kind == "item":
+            kind, value = self._make()
+            with self._changed:
+                while len(self._made) >= self._num_items and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                self._made.append((kind, value))
+                self._changed.notify_all()
+
+    def _make(self) -> tuple[str, Any]:
+        try:
+            return "item", next(self._items)
+        except StopIteration:
+            return "end", None
+        # Whatever it is belongs to whoever asks for the item.
+        except BaseException as error:  # noqa: B036 raised again where the item was due
+            return "error", error
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._thread is None:
+            kind, value = self._make()
+        else:
+            with self._changed:
+                while not self._made:
+                    self._changed.wait()
+                # The end and an error stay: there is nothing behind them.
+                kind, value = self._made[0]
+                if kind == "item":
+                    self._made.popleft()
+                self._changed.notify_all()
+        if kind == "end":
+            raise StopIteration
+        if kind == "error":
+            raise value
+        return value
+
+    def close(self) -> None:
+        """End the thread and what it reads from."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._interrupt()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():
+                # It waits for a network; as a daemon it ends with the process at the latest.
+                return
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()

@@ -1,36 +1,32 @@
 """Hand a rank its microbatches, and say and restore exactly where the data stands.
 
-The loader is one number, the global position of the next microbatch; everything else follows from
-it. The one fact to know: the position counts what was handed out on all ranks, not what was read
-ahead, so a run that is resumed, also on other ranks or with other microbatches, goes on with the
-very next row.
+The loader is one position, that of the next microbatch; everything else follows from it. The one
+fact to know: the position counts what was handed out on all ranks, not what was read ahead, so a
+run that is resumed, also on other ranks or with other microbatches, goes on with the very next row.
 
-    RowDataset + Share -> engine (read ahead) -> __next__ -> trainer
-    state_dict / load_state_dict <-> position.py
+    RowDataset or RowStream -> feed.py (share of a rank, reading ahead) -> __next__ -> trainer
+    state_dict / load_state_dict <-> feed.py <-> position.py
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from sys import maxsize
 from typing import Annotated, Any
 
 import tyro
 
+from torchtitan.components.data.array_cache import cache_root, write_problem
 from torchtitan.components.data.collators import Collator, TextCollator
 from torchtitan.components.data.dataset import DatasetConfig, SingleDatasetConfig
-from torchtitan.components.data.engine import read_ahead, ReadAhead, ReadOptions
+from torchtitan.components.data.engine import ReadOptions
+from torchtitan.components.data.feed import Feed, feed_of, FeedOptions, Opened
 from torchtitan.components.data.order import Share
 from torchtitan.components.data.packing import ConcatThenSplitPackingConfig
-from torchtitan.components.data.position import decode_position, encode_position
 from torchtitan.components.data.processors import TextProcessor
 from torchtitan.components.data.sources import LocalFilesSource
-from torchtitan.components.data.token_cache import cache_root, write_problem
 from torchtitan.components.data.types import (
     BaseDataLoader,
     DatasetBuildContext,
     DatasetIterationPolicy,
-    RowDataset,
-    TextSequence,
     TrainerBatch,
 )
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -46,22 +42,6 @@ def packed_text(files: Sequence[str], text_field: str = "text") -> DatasetConfig
             processor=TextProcessor.Config(text_field=text_field),
         )
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _RankRows:
-    """The rows of one rank by number, counted from a global position."""
-
-    rows: RowDataset
-    share: Share
-    start: int
-    num_microbatches: int
-
-    def __len__(self) -> int:
-        return min(self.num_microbatches * self.share.rows_per_microbatch, maxsize)
-
-    def __getitem__(self, index: int) -> TextSequence:
-        return self.rows.row_at(self.share.position_of(self.start, index))
 
 
 class GrainDataLoader(BaseDataLoader):
@@ -94,6 +74,18 @@ class GrainDataLoader(BaseDataLoader):
         repeat: bool = True
         """Start the next epoch when the rows are used up; off ends the training there."""
 
+        streaming_shuffle_buffer_size: int = 1000
+        """Documents of a stream that are shuffled among each other, and read again after a resume.
+        Corpora are shuffled as a whole."""
+
+        allow_changed_degree: bool = False
+        """Go on in a stream with another number of data-parallel ranks than the checkpoint's. Corpora
+        need no permission; a stream may have changed unnoticed."""
+
+        num_workers: int = 0
+        """Processes of each rank, and of each stream of a mix, that make rows; 0 makes them in the
+        rank itself, which is enough for corpora."""
+
         read_options: Annotated[ReadOptions, tyro.conf.Suppress] = field(
             # Rows come from mapped memory in microseconds; more threads only fight over the GIL.
             default_factory=lambda: ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -118,6 +110,10 @@ class GrainDataLoader(BaseDataLoader):
                     f"dataloader.text_field is {self.text_field!r} but dataloader.files is empty: "
                     "the recipe's data has a field of its own. Give --dataloader.files too."
                 )
+            for name in ("num_workers", "streaming_shuffle_buffer_size"):
+                least = 0 if name == "num_workers" else 1
+                if (value := getattr(self, name)) < least:
+                    reject(f"dataloader.{name} is {value}, but must be at least {least}. Raise it.")
             if self.num_prefetch_batches < 0:
                 reject(
                     f"dataloader.num_prefetch_batches is {self.num_prefetch_batches}, but must be "
@@ -135,16 +131,23 @@ class GrainDataLoader(BaseDataLoader):
                 )
             return self.dataset
 
-        def check(self, *, max_context_length: int, num_tokens_per_batch: int) -> list[str]:
+        def check(
+            self,
+            *,
+            max_context_length: int,
+            num_tokens_per_batch: int,
+            tokenizer: BaseTokenizer | None = None,
+        ) -> list[str]:
             """What would keep the loader from running, one message each.
 
             Reads the data files (whole up to 256 MiB, the ends of larger ones), writes nothing.
+            Hugging Face datasets are loaded, which downloads them into the cache of their library.
             """
             problems = []
             if uneven := _uneven_batch(num_tokens_per_batch, max_context_length):
                 problems.append(uneven)
             try:
-                problems += self.chosen_dataset().check()
+                problems += self.chosen_dataset().check(tokenizer)
             except ValueError as error:
                 problems.append(str(error))
             if unwritable := write_problem(cache_root(self.cache_dir)):
@@ -177,26 +180,25 @@ class GrainDataLoader(BaseDataLoader):
             repeat=config.repeat,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
+            streaming_shuffle_buffer_size=config.streaming_shuffle_buffer_size,
+            num_workers=config.num_workers,
+        )
+        options = FeedOptions(
+            repeat=config.repeat,
+            num_workers=config.num_workers,
+            num_prefetch_batches=config.num_prefetch_batches,
+            read_options=config.read_options,
+            allow_changed_degree=config.allow_changed_degree,
         )
         rows = config.chosen_dataset().build(context=context, dataset_iteration_policy=policy)
-        if not isinstance(rows, RowDataset):
-            raise ValueError(
-                f"dataloader.dataset makes {type(rows).__name__}, not rows of one length. Wrap it "
-                "in ConcatThenSplitPackingConfig."
-            )
-        self._rows = rows
-        self._collate: Collator = config.collator.build(context=context)
-        self._share = Share(self._collate.num_rows_per_batch(), dp_rank, dp_world_size)
-        self._position = 0
-        self._read_ahead: ReadAhead[TrainerBatch] | None = None
-        self._closed = False
-        if not config.repeat and len(rows) < self._share.global_rows:
-            raise ValueError(
-                f"without repeat the data makes no batch: found {len(rows)} rows, one batch over "
-                f"{dp_world_size} ranks takes {self._share.global_rows}. Lower the batch size or "
-                "drop --dataloader.no-repeat."
-            )
-        if dp_rank == 0:
+        rows_per_batch = config.collator.build(context=context).num_rows_per_batch()
+        share = Share(rows_per_batch, dp_rank, dp_world_size)
+        self._feed: Feed[Any] = feed_of(rows, share, config.collator, context, options)
+        self._position = self._feed.start()
+        self._opened: Opened | None = None
+        self._ended = self._closed = False
+        self._speaks = dp_rank == 0
+        if self._speaks:
             logger.info(f"data: {rows.summary()}")
 
     def __iter__(self) -> Iterator[TrainerBatch]:
@@ -205,63 +207,47 @@ class GrainDataLoader(BaseDataLoader):
     def __next__(self) -> TrainerBatch:
         if self._closed:
             raise RuntimeError("the data loader is closed. Build a new one to go on.")
-        if self._microbatches_left() == 0:
-            self._log_end()
+        if self._ended:
             raise StopIteration
-        if self._read_ahead is None:
-            self._read_ahead = self._open()
+        if self._opened is None:
+            self._opened = self._feed.open(self._position)
         try:
-            batch = next(self._read_ahead)
+            batch, self._position = next(self._opened)
+        except StopIteration:
+            self._end()
+            raise
         except Exception:
             # Its thread may have gone past the failure; a second try has to meet the same row.
             self._stop_reading()
             raise
-        self._position += self._share.global_rows
         return batch
 
-    def _microbatches_left(self) -> int:
-        if self.config.repeat:
-            return maxsize
-        return max(0, len(self._rows) - self._position) // self._share.global_rows
-
-    def _log_end(self) -> None:
+    def _end(self) -> None:
         self._stop_reading()
-        if self._share.dp_rank == 0:
-            left = max(0, len(self._rows) - self._position)
-            logger.info(
-                f"data: repeat is off and the {len(self._rows):,} rows are used up; {left} rows "
-                f"that fill no batch of {self._share.global_rows} are left out"
-            )
-
-    def _open(self) -> ReadAhead[TrainerBatch]:
-        share = self._share
-        mine = _RankRows(self._rows, share, self._position, self._microbatches_left())
-        return read_ahead(
-            mine,
-            self._collate,
-            rows_per_batch=share.rows_per_microbatch,
-            num_batches=self.config.num_prefetch_batches,
-            read_options=self.config.read_options,
-        )
+        self._ended = True
+        if self._speaks:
+            logger.info(f"data: {self._feed.end_of(self._position)}")
 
     def _stop_reading(self) -> None:
-        if self._read_ahead is not None:
-            self._read_ahead.close()
-            self._read_ahead = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands after the microbatches handed out; the same on all ranks."""
-        return encode_position(self._position, len(self._rows), self._rows.fingerprint)
+        return self._feed.encode(self._position)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Go to a saved position without reading what lies before it.
 
         An empty state or None is the beginning. Raises ValueError where the state is of other
-        data, naming what changed; the loader then stays where it was.
+        data, naming what changed, and for a stream also where the number of data-parallel ranks
+        changed unasked; the loader then stays where it was.
         """
-        position = decode_position(state_dict, len(self._rows), self._rows.fingerprint)
+        position = self._feed.decode(state_dict)
         self._stop_reading()
         self._position = position
+        self._ended = False
 
     def close(self) -> None:
         self._closed = True

@@ -1,21 +1,24 @@
 """Turn one document's fields into tokens with labels.
 
-What a processor makes is cached for all later runs, so its ``describe()`` must change whenever its
+What a processor makes is cached for all later runs, so its ``describe`` must change whenever its
 output can. The one fact to know: labels are shifted here, and nowhere after.
 
     Record -> process_batch -> TextSequence (or None: nothing to learn) -> token_cache
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import tyro
 
 from torchtitan.components.data.files import Record, SampleError
+from torchtitan.components.data.functions import describe_function
 from torchtitan.components.data.types import DatasetBuildContext, TextSequence
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.violations import reject
 
@@ -28,14 +31,22 @@ _GROUP_CHARACTERS = 4_000_000
 class SampleProcessor(Configurable, ABC):
     """Makes a TextSequence of a document; built with ``context=``."""
 
+    own_labels: ClassVar[bool] = True
+    """Whether labels may be anything; False promises that each is the next token, which takes no
+    room in the cache."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        def describe(self) -> str:
-            """What decides the output besides document and tokenizer, for the fingerprint."""
+        def describe(self, context: DatasetBuildContext) -> str:
+            """What decides the output besides document and tokenizer files, for the fingerprint."""
             return f"{type(self).__qualname__} {self.to_dict()}"
 
         def check(self, record: Record) -> str | None:
             """What keeps ``record`` from being processed, found without a tokenizer."""
+            return None
+
+        def check_tokenizer(self, tokenizer: BaseTokenizer) -> str | None:
+            """What ``tokenizer`` lacks to be used here."""
             return None
 
     def __init__(self, config: Config, *, context: DatasetBuildContext) -> None:
@@ -62,28 +73,42 @@ class SampleProcessor(Configurable, ABC):
 class TextProcessor(SampleProcessor):
     """Plain text between a begin and an end token, every next token a label."""
 
+    own_labels = False
+
     @dataclass(kw_only=True, slots=True)
     class Config(SampleProcessor.Config):
         text_field: str = "text"
         """Field of a document that holds its text."""
 
+        text_fn: Annotated[Callable[[dict[str, Any]], str] | None, tyro.conf.Suppress] = None
+        """Makes the text of a document's fields, in place of ``text_field``."""
+
         def __post_init__(self) -> None:
             if not self.text_field:
                 reject("text_field is empty. Name the field of a document that holds its text.")
 
-        def describe(self) -> str:
+        def describe(self, context: DatasetBuildContext) -> str:
+            if self.text_fn is not None:
+                return f"text by {describe_function(self.text_fn)} between begin and end tokens"
             return f"text of {self.text_field!r} between begin and end tokens"
 
         def check(self, record: Record) -> str | None:
             try:
-                _text_of(record, self.text_field)
+                self.text_of(record)
             except SampleError as error:
                 return str(error)
             return None
 
+        def text_of(self, record: Record) -> str:
+            """The text of a document. Raises SampleError when it is none."""
+            if self.text_fn is None:
+                return _text_in_field(record, self.text_field)
+            text = call_on(record, self.text_fn, "text_fn")
+            return _require_text(record, text, "what text_fn returned")
+
     def __init__(self, config: Config, *, context: DatasetBuildContext) -> None:
         super().__init__(config, context=context)
-        self.text_field = config.text_field
+        self.text_of = config.text_of
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> TextSequence | None:
         return self.process_batch([Record(sample, "document", 0)], 0)[0]
@@ -91,7 +116,7 @@ class TextProcessor(SampleProcessor):
     def process_batch(
         self, records: Sequence[Record], first_number: int
     ) -> list[TextSequence | None]:
-        texts = [_text_of(record, self.text_field) for record in records]
+        texts = [self.text_of(record) for record in records]
         pieces = [list(split_text(text)) for text in texts]
         encoded = self._encode(piece for text in pieces for piece in text)
         return [_shift(self._join(list(islice(encoded, len(text))))) for text in pieces]
@@ -140,25 +165,47 @@ def split_text(text: str, piece_characters: int = _PIECE_CHARACTERS) -> Iterator
     yield text[start:]
 
 
-def _text_of(record: Record, field: str) -> str:
+def call_on(record: Record, function: Callable[[dict[str, Any]], Any], name: str) -> Any:
+    """``function(record.fields)``; SampleError naming the record when that fails."""
+    try:
+        return function(record.fields)
+    except Exception as error:
+        present = ", ".join(sorted(record.fields)) or "none"
+        raise SampleError(
+            f"{record.location}: {name} failed with {type(error).__name__}: {error}; fields that are "
+            f"there: {present}. Correct the document or {name}."
+        ) from error
+
+
+def field_of(record: Record, field: str) -> Any:
+    """The value of a field. Raises SampleError naming row and field when there is none."""
     if field not in record.fields:
         present = ", ".join(sorted(record.fields)) or "none"
         raise SampleError(
             f"{record.location}: no field {field!r}; fields that are there: {present}. Correct "
-            "the document or name the right field: --dataloader.text_field, with --dataloader.files."
+            "the document or name the right field: in the processor of the recipe, or with "
+            "--dataloader.text_field where --dataloader.files names the data."
         )
-    text = record.fields[field]
+    return record.fields[field]
+
+
+def _text_in_field(record: Record, field: str) -> str:
+    return _require_text(record, field_of(record, field), f"field {field!r}")
+
+
+def _require_text(record: Record, text: Any, what: str) -> str:
     if not isinstance(text, str):
         raise SampleError(
-            f"{record.location}: field {field!r} holds a {type(text).__name__}, not text. Correct "
-            "the document or name another field: --dataloader.text_field, with --dataloader.files."
+            f"{record.location}: {what} holds a {type(text).__name__}, not text. Correct the document "
+            "or name another field: in the processor of the recipe, or with --dataloader.text_field "
+            "where --dataloader.files names the data."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         # JSON can spell it as an escape, but it is no character, and tokenizers take only text.
         raise SampleError(
-            f"{record.location}: field {field!r} holds {ascii(text[error.start])}, half of a surrogate "
+            f"{record.location}: {what} holds {ascii(text[error.start])}, half of a surrogate "
             f"pair, at character {error.start}, so it is not text. Correct or remove the document."
         ) from error
     return text

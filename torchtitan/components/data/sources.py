@@ -1,10 +1,11 @@
 """Where documents come from.
 
-A source is a sequence of documents (dicts of fields) with a digest of its content. The one fact to
-know: files are taken in sorted order, so the same files are the same corpus, however the patterns
-that name them are spelt.
+A source is a sequence of documents (dicts of fields) with a digest of its content, or a stream of
+them that is only read forward. The one fact to know: files are taken in sorted order, so the same
+files are the same corpus, however the patterns that name them are spelt.
 
-    patterns -> files -> source -> processors -> token_cache
+    patterns -> files -> RandomAccessDataSource -> processors -> token_cache
+    huggingface.py    -> RandomAccessDataSource, StreamingDataSource -> document_stream
 """
 
 from abc import ABC, abstractmethod
@@ -71,6 +72,32 @@ class RandomAccessDataSource(Configurable, ABC):
     @abstractmethod
     def scan(self) -> Iterator[Record]:
         """All documents in order."""
+
+
+class DocumentCursor(ABC):
+    """Documents of a stream from some place on, in order."""
+
+    def __iter__(self) -> "DocumentCursor":
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Record: ...
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The place behind the last document that was read, in JSON types."""
+
+
+class StreamingDataSource(Configurable, ABC):
+    """Documents that can only be read forward, from the beginning or from a place once reached."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What is read, for the fingerprint. The content itself cannot be covered."""
+
+    @abstractmethod
+    def open(self, state: dict[str, Any] | None) -> DocumentCursor:
+        """The documents from the beginning, or from the place ``state`` of a cursor."""
 
 
 class _FileSource(RandomAccessDataSource):

@@ -3,8 +3,9 @@
 The one fact to know: rows are numbered globally. A position counts rows from the start of training
 over all epochs and all ranks; which rank reads a row, and in which batch, is arithmetic on it.
 
-    files -> sources -> processors -> token_cache -> packing (RowDataset) -> order
-          -> collators -> loader (BaseDataLoader) -> trainer
+    files, huggingface -> sources -> processors -> token_cache -> packing -> order -> RowDataset
+                                  -> document_stream -----------> packing ---------> RowStream
+    RowDataset, RowStream -> mix -> feed (share of a rank) -> collators -> loader -> trainer
 """
 
 from abc import ABC, abstractmethod
@@ -66,6 +67,10 @@ class DatasetIterationPolicy:
     repeat: bool
     dp_rank: int
     dp_world_size: int
+    streaming_shuffle_buffer_size: int = 1000
+    """Documents of a stream that are shuffled among each other."""
+    num_workers: int = 0
+    """Processes that make documents of a stream into tokens; 0 does it in this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +100,48 @@ class RowDataset(ABC):
         """One line for the log: what was found and how many rows it makes."""
 
 
+StreamPoint: TypeAlias = dict[str, Any]
+"""A place between two rows of a stream, in JSON types."""
+
+
+class RowStream(ABC):
+    """Rows of exactly ``max_context_length`` tokens in one global order that is only read forward."""
+
+    fingerprint: DataFingerprint
+
+    @abstractmethod
+    def start(self) -> StreamPoint:
+        """The place before the first row."""
+
+    @abstractmethod
+    def rows_from(self, point: StreamPoint) -> Iterator[tuple[TextSequence, StreamPoint]]:
+        """Each row after ``point``, with the place behind it; ends only without repeat."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make a ``rows_from`` that waits, on another thread, end with an error soon."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """One line for the log: what is read and how."""
+
+
 class BaseDataLoader(Stateful, ABC, Configurable):
     """An iterator over the microbatches of one rank that can say and restore where it stands."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        def check(self, *, max_context_length: int, num_tokens_per_batch: int) -> list[str]:
-            """What would keep the loader from running, one message each; reads, changes nothing."""
+        def check(
+            self,
+            *,
+            max_context_length: int,
+            num_tokens_per_batch: int,
+            tokenizer: BaseTokenizer | None = None,
+        ) -> list[str]:
+            """What would keep the loader from running, one message each; reads, changes nothing.
+
+            Without ``tokenizer`` what depends on it is left out.
+            """
             return []
 
     @abstractmethod

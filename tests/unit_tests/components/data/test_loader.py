@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,12 @@ from tests.unit_tests.components.data.conftest import ROW_LENGTH
 
 MakeLoader = Callable[..., GrainDataLoader]
 Row = tuple[tuple[int, ...], ...]
+
+
+def rows_in(loader: GrainDataLoader) -> Any:
+    """The rows that a loader of a corpus reads."""
+    feed: Any = loader._feed
+    return feed._rows
 
 
 def rows_of(batch: tuple) -> list[Row]:
@@ -54,7 +61,7 @@ def num_rows(tokenizer: HuggingFaceTokenizer, corpus: Path, cache_dir: str) -> i
         max_context_length=ROW_LENGTH,
         num_tokens_per_batch=ROW_LENGTH,
     )
-    return len(loader._rows)
+    return len(rows_in(loader))
 
 
 @pytest.mark.parametrize(("world", "rows"), [(2, 1), (4, 1), (1, 3), (2, 2), (4, 3)])
@@ -133,9 +140,9 @@ def test_resuming_reads_nothing_that_was_consumed(
     loader = make_loader(rows=2)
     take([loader], 4)
     read = []
-    row_at = loader._rows.row_at
+    row_at = rows_in(loader).row_at
     monkeypatch.setattr(
-        loader._rows, "row_at", lambda position: read.append(position) or row_at(position)
+        rows_in(loader), "row_at", lambda position: read.append(position) or row_at(position)
     )
     loader.load_state_dict(loader.state_dict())
     take([loader], 1)
@@ -237,7 +244,7 @@ def test_closing_ends_all_threads(make_loader: MakeLoader) -> None:
         loader = make_loader(num_prefetch_batches=2)
         take([loader], 1)
         # Held here, so that it is not its destruction that ends the thread.
-        held.append(loader._read_ahead)
+        held.append(loader._opened)
         loader.close()
         loader.close()
     assert reading() == []
@@ -250,7 +257,7 @@ def test_a_row_that_fails_is_raised_and_met_again(
 ) -> None:
     straight = take([make_loader()], 6)
     loader = make_loader(rows=2, num_prefetch_batches=2)
-    row_at = loader._rows.row_at
+    row_at = rows_in(loader).row_at
     # The second row of the second microbatch: the first one was read by then.
     failing = {3}
 
@@ -259,7 +266,7 @@ def test_a_row_that_fails_is_raised_and_met_again(
             raise OSError("disk gone")
         return row_at(position)
 
-    monkeypatch.setattr(loader._rows, "row_at", row_or_error)
+    monkeypatch.setattr(rows_in(loader), "row_at", row_or_error)
     assert take([loader], 1) == straight[:2]
     with pytest.raises(OSError, match="disk gone"):
         next(loader)

@@ -2,6 +2,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
@@ -64,7 +65,8 @@ def test_flags_alone_train_on_text_of_ones_own(
         num_tokens_per_batch=8,
     )
     tokens = []
-    for _ in range(len(loader._rows)):
+    feed: Any = loader._feed
+    for _ in range(len(feed._rows)):
         tokens += next(loader)[0]["input"].tolist()
     loader.close()
     text = tokenizer.decode(tokens)

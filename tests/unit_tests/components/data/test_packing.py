@@ -3,8 +3,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from torchtitan.components.data.dataset import TokenizedCorpus
-from torchtitan.components.data.packing import pack_row, PackedRows
+from torchtitan.components.data.corpus import TokenizedCorpus
+from torchtitan.components.data.packing import PackedRows, SplitTable
 from torchtitan.components.data.token_cache import TokenStore
 from torchtitan.components.data.types import DatasetIterationPolicy, TextSequence
 
@@ -20,6 +20,10 @@ def store_of(documents: list[list[int]], dtype: type = np.uint16) -> TokenStore:
     return TokenStore(
         tokens=np.array(tokens, dtype=dtype), starts=np.cumsum([0, *lengths], dtype=np.int64)
     )
+
+
+def corpus_of(*stores: TokenStore) -> TokenizedCorpus:
+    return TokenizedCorpus(stores, "corpus", "tokenizer")
 
 
 def positions(row: TextSequence) -> list[int]:
@@ -48,7 +52,7 @@ def test_rows_equal_those_of_a_walk_token_by_token(documents: list[list[int]], l
     expected = rows_one_token_at_a_time(documents, length)
     assert len(expected) == store.num_inputs // length
     for number, row in enumerate(expected):
-        packed = pack_row(store, number * length, length)
+        packed = store.span(number * length, length)
         columns = packed.input_ids.tolist(), packed.labels.tolist(), positions(packed)
         found = zip(*columns, strict=True)
         assert list(found) == row
@@ -57,7 +61,7 @@ def test_rows_equal_those_of_a_walk_token_by_token(documents: list[list[int]], l
 def test_labels_stay_in_their_document_and_cross_the_row_end() -> None:
     # Two documents, 4 and 3 inputs; rows of 3.
     store = store_of([[1, 10, 11, 12, 2], [1, 20, 21, 2]])
-    first, second = pack_row(store, 0, 3), pack_row(store, 3, 3)
+    first, second = store.span(0, 3), store.span(3, 3)
     assert first.input_ids.tolist() == [1, 10, 11]
     assert first.labels.tolist() == [10, 11, 12]
     assert second.input_ids.tolist() == [12, 1, 20]
@@ -67,24 +71,24 @@ def test_labels_stay_in_their_document_and_cross_the_row_end() -> None:
 
 def test_a_document_of_several_rows_starts_at_position_0_in_each() -> None:
     store = store_of([list(range(9))])
-    assert positions(pack_row(store, 0, 4)) == positions(pack_row(store, 4, 4)) == [0, 1, 2, 3]
+    assert positions(store.span(0, 4)) == positions(store.span(4, 4)) == [0, 1, 2, 3]
 
 
 def test_rows_are_int64_whatever_the_cache_holds() -> None:
     for dtype in (np.uint16, np.uint32):
-        row = pack_row(store_of([[60000, 60001, 60002]], dtype), 0, 2)
+        row = store_of([[60000, 60001, 60002]], dtype).span(0, 2)
         for array in (row.input_ids, row.labels, row.positions):
             assert array is not None and array.dtype == np.int64
 
 
 def test_what_fills_no_row_is_left_out_and_said() -> None:
-    corpus = TokenizedCorpus(store_of([[1, 5, 6, 7, 8, 9]]), "corpus", "tokenizer")
-    rows = PackedRows(corpus, 2, POLICY)
+    corpus = corpus_of(store_of([[1, 5, 6, 7, 8, 9]]))
+    rows = PackedRows(corpus, SplitTable(corpus, 2), POLICY)
     assert len(rows) == 2
     assert "the last 1 tokens fill no row" in rows.summary()
 
 
 def test_a_corpus_shorter_than_a_row_is_refused() -> None:
-    corpus = TokenizedCorpus(store_of([[1, 5, 2]]), "corpus", "tokenizer")
+    corpus = corpus_of(store_of([[1, 5, 2]]))
     with pytest.raises(ValueError, match="rows of 3 tokens, found 2 tokens in 1 documents"):
-        PackedRows(corpus, 3, POLICY)
+        PackedRows(corpus, SplitTable(corpus, 3), POLICY)

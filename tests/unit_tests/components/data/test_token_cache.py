@@ -7,13 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchtitan.components.data.token_cache import (
-    cache_root,
-    open_or_build,
-    open_store,
-    TokenStore,
-    write_problem,
-)
+from torchtitan.components.data.array_cache import cache_root, write_problem
+from torchtitan.components.data.token_cache import Document, open_or_build, open_store, TokenStore
 
 from tests.ranks.pool import PRELOADED
 
@@ -21,11 +16,11 @@ DTYPE = np.dtype(np.uint16)
 DOCUMENTS = [[1, 5, 2], [1, 6, 7, 8, 2], [1, 2]]
 
 
-def documents() -> Iterator[np.ndarray]:
-    return (np.array(document) for document in DOCUMENTS)
+def documents() -> Iterator[Document]:
+    return ((np.array(document), None) for document in DOCUMENTS)
 
 
-def never_called() -> Iterator[np.ndarray]:
+def never_called() -> Iterator[Document]:
     raise AssertionError("the cache was there already")
 
 
@@ -39,7 +34,7 @@ def build_at_once(root: Path, parent: Connection) -> None:
     """Tell the parent whether this process was the one to build, once it lets go."""
     built = False
 
-    def watched_documents() -> Iterator[np.ndarray]:
+    def watched_documents() -> Iterator[Document]:
         nonlocal built
         built = True
         return documents()
@@ -53,8 +48,8 @@ def build_at_once(root: Path, parent: Connection) -> None:
 def build_halfway(root: Path, parent: Connection) -> None:
     """Write one document, say so, and wait for the end."""
 
-    def endless_documents() -> Iterator[np.ndarray]:
-        yield np.array(DOCUMENTS[0])
+    def endless_documents() -> Iterator[Document]:
+        yield np.array(DOCUMENTS[0]), None
         parent.send("halfway")
         parent.recv()
 
@@ -103,7 +98,7 @@ def test_a_cache_is_made_once_and_then_only_read(tmp_path: Path) -> None:
 
 def test_large_ids_are_kept(tmp_path: Path) -> None:
     store = open_or_build(
-        tmp_path, "key", np.dtype(np.uint32), lambda: iter([np.array([1, 128_255])])
+        tmp_path, "key", np.dtype(np.uint32), lambda: iter([(np.array([1, 128_255]), None)])
     )
     assert store.tokens.tolist() == [1, 128_255]
 
@@ -143,8 +138,10 @@ def _change_header(**values: object) -> Callable[[Path], None]:
         lambda folder: (folder / "tokens.bin").unlink(),
         lambda folder: (folder / "starts.bin").write_bytes(bytes(32)),
         _change_header(format="torchtitan-tokens-0"),
-        _change_header(num_documents="three"),
-        _change_header(dtype="no type"),
+        _change_header(arrays={"tokens": {"dtype": "uint16", "length": "three"}}),
+        _change_header(arrays={"tokens": {"dtype": "no type", "length": 10}}),
+        _change_header(arrays={}),
+        _change_header(notes={}),
     ],
     ids=[
         "short tokens",
@@ -157,6 +154,8 @@ def _change_header(**values: object) -> Callable[[Path], None]:
         "other format",
         "odd number",
         "odd type",
+        "no arrays",
+        "no notes",
     ],
 )
 def test_a_damaged_cache_is_said_and_made_anew(
@@ -170,8 +169,8 @@ def test_a_damaged_cache_is_said_and_made_anew(
 
 
 def test_a_failure_while_building_leaves_no_cache(tmp_path: Path) -> None:
-    def failing() -> Iterator[np.ndarray]:
-        yield np.array(DOCUMENTS[0])
+    def failing() -> Iterator[Document]:
+        yield np.array(DOCUMENTS[0]), None
         raise ValueError("broken document")
 
     with pytest.raises(ValueError, match="broken document"):
