@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from torchtitan.components.metrics import continuation
+from torchtitan.distributed.utils import init_fake_mode
 
 from tests.ranks.pool import run_on_ranks
 from tests.unit_tests.components.metrics.doubles import begin, dims, log_steps, read_scalars
@@ -30,6 +31,22 @@ def _log_on_every_rank(folder: str) -> None:
         built = begin(Path(folder), start, rank_dims=dims(world_size=2), **settings)
         log_steps(built, range(start + 1, end + 1), offset=rank)
         built.close()
+
+
+def _play_a_rank(folder: str) -> None:
+    init_fake_mode(2, rank=1)
+    dims_of_two = dims(world_size=2)
+    begin(
+        Path(folder), rank_dims=dims_of_two, enable_tensorboard=True, save_for_all_ranks=True
+    ).close()
+    dist.destroy_process_group()
+
+
+def test_a_process_that_plays_a_rank_leaves_the_record_of_the_run(tmp_path: Path) -> None:
+    record = tmp_path / "metrics_run.json"
+    record.write_text('{"tensorboard": "of the run"}')
+    run_on_ranks(1, _play_a_rank, str(tmp_path), init=False)
+    assert record.read_text() == '{"tensorboard": "of the run"}'
 
 
 def test_all_ranks_go_on_in_one_folder(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, HealthCheck, settings, strategies as st
 from torchtitan.observability import structured_logger as sl
-from torchtitan.observability.run_log import read_rank_log, read_run
+from torchtitan.observability.run_log import read_rank_log, read_run, run as run_module
 
 from tests.unit_tests.observability.written import BACKGROUND, Rank, two_starts
 
@@ -162,6 +162,13 @@ def test_restarts_with_other_ranks_are_starts_of_their_own(tmp_path: Path) -> No
 def test_a_folder_without_logs_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"no structured logs in {tmp_path}"):
         read_run(tmp_path)
+
+
+def test_large_logs_are_read_by_several_processes(tmp_path: Path, monkeypatch) -> None:
+    two_starts(tmp_path)
+    alone = read_run(tmp_path)
+    monkeypatch.setattr(run_module, "_ALONE_BYTES", 0)
+    assert read_run(tmp_path) == alone
 
 
 @pytest.mark.usefixtures("fresh_structured_logger")
