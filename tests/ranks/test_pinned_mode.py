@@ -226,6 +226,19 @@ def lose_writers(folder: Path) -> Any:
     return messages, pids, snapshot, children()
 
 
+def fork_that_keeps_the_connection(run: Run) -> int:
+    """A child as data workers are: with it alive, the writer cannot see its socket end."""
+    stager = run.manager.stager
+    assert stager is not None and stager._process is not None
+    kept = stager._process._connection.fileno()
+    if pid := os.fork():
+        return pid
+    os.closerange(0, kept)
+    os.closerange(kept + 1, 4096)
+    while True:
+        signal.pause()
+
+
 def be_killed(folder: Path) -> None:
     run = build_run(folder, async_mode=PINNED)
     rank = dist.get_rank()
@@ -234,6 +247,7 @@ def be_killed(folder: Path) -> None:
     if rank == 0:
         hold_next_save(Hold(folder, "index"), INDEX)
     run.train(2)
+    (folder / f"fork-{rank}").write_text(str(fork_that_keeps_the_connection(run)))
     (folder / f"pid-{rank}").write_text(str(writer_pid(run)))
     (folder / f"ready-{rank}").open("w").close()  # the test opens it once the writer is held
     os.kill(os.getpid(), signal.SIGKILL)
@@ -340,7 +354,11 @@ def test_a_writer_dies_with_its_killed_trainer_and_commits_nothing(tmp_path: Pat
         (tmp_path / f"ready-{rank}").open("r").close()
     runs.join()
     assert [end.exit_code for end in ends] == [-signal.SIGKILL] * 2, [end.log for end in ends]
-    await_end([int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)])
+    try:
+        await_end([int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)])
+    finally:
+        for rank in (0, 1):
+            os.kill(int((tmp_path / f"fork-{rank}").read_text()), signal.SIGKILL)
     files = {path.name for path in (tmp_path / "checkpoint/step-2").iterdir()}
     assert files == {"__0_0.distcp", "__1_0.distcp", ".metadata.tmp"}
     assert (tmp_path / "checkpoint/step-1/.metadata").exists()

@@ -4,15 +4,27 @@ A writer process that dies fails the save on its own rank for sure; on another o
 have succeeded. Ranks that then went different ways would wait for each other for ever.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
-from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 from torchtitan.distributed.failure import is_echo
 from torchtitan.tools.logging import logger
+
+
+class Stager(Protocol):
+    """What is asked of this rank's ``SharedMemoryStager``."""
+
+    shortages: list[str]
+
+    @property
+    def has_usable_writer(self) -> bool: ...
+
+    def start_writer(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Verdict(NamedTuple):
@@ -32,7 +44,7 @@ class _Report(NamedTuple):
 
 
 def settle(
-    stager: SharedMemoryStager,
+    stager: Stager,
     failure: CheckpointSaveError | None,
     group: "dist.ProcessGroup | None",
     *,

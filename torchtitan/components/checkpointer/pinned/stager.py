@@ -93,7 +93,11 @@ class SharedMemoryStager:
         world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
         rank = dist.get_rank(self._group) if dist.is_initialized() else 0
         if world_size > 1 and self._generation == 0:
-            self._address = rank_zero_decides(self._open_store, self._group)
+            try:
+                self._address = rank_zero_decides(self._open_store, self._group)
+            except (OSError, RuntimeError) as error:
+                self.shortages.append(f"the writer processes have no store to meet at: {error}")
+                return
         if self._process is not None:
             self._process.discard()
         self._generation += 1

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
 
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.pinned.arena import Arena
@@ -50,7 +51,12 @@ class Refusal(DefaultSavePlanner):
         super().__init__()
         self._error = error
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         raise self._error
 
 

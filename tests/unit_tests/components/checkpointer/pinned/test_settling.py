@@ -1,0 +1,94 @@
+"""Before a save all ranks hear how the previous one ended, and go the same way."""
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.pinned import settling
+from torchtitan.components.checkpointer.pinned.settling import settle
+
+
+class Stager:
+    def __init__(self, is_usable: bool = True, *shortages: str) -> None:
+        self.has_usable_writer = is_usable
+        self.shortages = list(shortages)
+        self.start_writer, self.close = MagicMock(), MagicMock()
+
+
+def as_rank(rank: int, failures: list[Any], stagers: list[Stager], **options: Any) -> Any:
+    """What ``settle`` says on ``rank`` when every rank calls it."""
+    reports: list[Any] = []
+
+    def collect(value: Any, group: Any) -> list[Any]:
+        reports.append(value)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(settling, "gather", collect)
+        for failure, stager in zip(failures, stagers, strict=True):
+            with pytest.raises(InterruptedError):
+                settle(stager, failure, None, **options)
+        patches.setattr(
+            settling,
+            "gather",
+            lambda value, group: reports if hasattr(value, "is_echo") else [value],
+        )
+        return settle(
+            stagers[rank],
+            failures[rank],
+            None,
+            **options,
+        )
+
+
+def lost_connection() -> CheckpointSaveError:
+    failure = CheckpointSaveError("step 2 failed: Connection closed by peer")
+    failure.__cause__ = RuntimeError("Connection closed by peer [127.0.0.1]:3")
+    return failure
+
+
+def test_nothing_happens_while_all_is_well() -> None:
+    stagers = [Stager(), Stager()]
+    assert as_rank(0, [None, None], stagers, needs_writer=True) == (None, True)
+    assert all(not stager.start_writer.called and not stager.close.called for stager in stagers)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_one_unusable_writer_means_new_ones_on_every_rank(rank: int) -> None:
+    stagers = [Stager(), Stager(False), Stager()]
+    as_rank(rank, [None] * 3, stagers, needs_writer=True)
+    stagers[rank].start_writer.assert_called_once_with()
+
+
+def test_no_writer_is_started_for_a_save_that_needs_none() -> None:
+    stagers = [Stager(False)]
+    assert as_rank(0, [None], stagers, needs_writer=False) == (None, True)
+    assert not stagers[0].start_writer.called
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_rank_raises_the_cause_and_not_what_it_felt_of_it(rank: int) -> None:
+    cause = CheckpointSaveError("step 2 failed: the writer process 7 was ended by SIGKILL")
+    failures = [lost_connection(), cause, None]
+    failure, can_stage = as_rank(rank, failures, [Stager()] * 3, needs_writer=True)
+    assert str(failure) == str(cause) and can_stage
+    assert (failure is cause) == (rank == 1)
+
+
+def test_what_all_only_felt_is_raised_all_the_same() -> None:
+    own = lost_connection()
+    failure, _ = as_rank(0, [own, lost_connection()], [Stager()] * 2, needs_writer=True)
+    assert failure is own
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_short_of_memory_ends_staging_on_all(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stagers = [Stager(False), Stager(False, "rank 1 needs 3 GiB and has 2 GiB")]
+    assert as_rank(rank, [None, None], stagers, needs_writer=True) == (None, False)
+    assert "rank 1 needs 3 GiB and has 2 GiB" in caplog.text
+    assert "training waits for each save" in caplog.text
+    stagers[rank].close.assert_called_once_with()
+    assert not stagers[rank].start_writer.called

@@ -1,0 +1,97 @@
+"""A state dict is taken apart and put together again, whatever it is made of."""
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor, DTensor, Partial, Replicate, Shard
+from torchtitan.components.checkpointer.pinned.arena import ALIGNMENT, Arena
+from torchtitan.components.checkpointer.pinned.snapshot import restore, Snapshot, StagedShard, take
+
+
+def always(key: str, tensor: torch.Tensor) -> bool:
+    return True
+
+
+def copied(state: dict[str, Any], arena: Arena) -> tuple[Snapshot, dict[str, Any]]:
+    snapshot = take(state, always)
+    arena.reserve(snapshot.size_bytes + 1)
+    for source, place in snapshot.later:
+        arena.tensor(place.offset, place.shape, place.dtype).copy_(source)
+    return snapshot, restore(snapshot.payload, arena)
+
+
+def test_every_kind_of_value_comes_back_and_none_is_shared() -> None:
+    rows: list[Any] = [1, {"deep": [torch.tensor(2), "text"]}, (3, None)]
+    state = {
+        "w": torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+        "columns": torch.arange(12.0).view(3, 4)[:, 1:3],
+        "scalar": torch.tensor(4, dtype=torch.int64),
+        "nothing": torch.empty(0, 5),
+        "nested": OrderedDict(rows=rows, array=numpy.arange(3)),
+        "plain": 7,
+    }
+    _, restored = copied(state, Arena())
+    rows[1]["deep"].append("too late")
+    assert list(restored) == list(state) and type(restored["nested"]) is OrderedDict
+    for name in ("w", "columns", "scalar", "nothing"):
+        assert torch.equal(restored[name], state[name]) and not restored[name].requires_grad
+    found = restored["nested"]["rows"]
+    assert found[0] == 1 and found[1]["deep"][0] == 2 and found[1]["deep"][1:] == ["text"]
+    assert found[2] == (3, None) and restored["plain"] == 7
+    assert restored["nested"]["array"].tolist() == [0, 1, 2]
+
+
+def test_tied_tensors_take_one_place_and_views_of_another_shape_their_own() -> None:
+    weight = torch.ones(8, 2)
+    snapshot, restored = copied({"a": weight, "b": weight, "c": weight.view(16)}, Arena())
+    assert len(snapshot.later) == 2
+    assert restored["a"].data_ptr() == restored["b"].data_ptr() != restored["c"].data_ptr()
+
+
+def test_places_do_not_overlap_and_are_aligned() -> None:
+    state = {f"t{size}": torch.full((size,), float(size)) for size in range(1, 40)}
+    snapshot, restored = copied(state, Arena())
+    assert all(place.offset % ALIGNMENT == 0 for _, place in snapshot.later)
+    assert all(torch.equal(restored[name], state[name]) for name in state)
+
+
+def test_what_cannot_wait_is_told_from_what_can() -> None:
+    state = {"still": torch.ones(1), "other": {"moving": torch.zeros(1)}}
+    snapshot = take(state, lambda key, tensor: key == "still")
+    assert [float(source) for source, _ in snapshot.later] == [1.0]
+    assert [float(source) for source, _ in snapshot.at_once] == [0.0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_shard_plans_the_same_write_as_the_sharded_tensor_and_needs_no_mesh() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    whole = torch.arange(21.0).view(7, 3)
+    state: dict[str, Any] = {
+        "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+        "replicated": distribute_tensor(whole, mesh, [Replicate()]),
+        "step": torch.tensor(1.0),
+    }
+    snapshot, restored = copied(state, Arena())
+    assert b"DeviceMesh" not in snapshot.payload
+    assert isinstance(restored["sharded"], StagedShard)
+    wanted = create_default_local_save_plan(state, True).items
+    found = create_default_local_save_plan(restored, True).items
+    assert [item.index for item in found] == [item.index for item in wanted]
+    assert [item.tensor_data for item in found] == [item.tensor_data for item in wanted]
+    shard = restored["sharded"].__get_tensor_shard__(None)
+    assert type(shard) is torch.Tensor and torch.equal(shard, whole)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_tensor_that_cannot_travel_is_named() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with pytest.raises(ValueError, match="partial placements"):
+        take({"w": partial}, always)
+    with pytest.raises(TypeError, match="optimizer holds a tensor of type Tensor .*sparse"):
+        take({"optimizer": [torch.eye(2).to_sparse()]}, always)

@@ -1,0 +1,188 @@
+"""Staging beside training: what is copied when, and how a failure becomes one of all ranks."""
+
+import errno
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint.staging import StagingOptions
+from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
+from torchtitan.components.checkpointer.pinned import means, stager as stager_module
+from torchtitan.components.checkpointer.pinned.arena import Arena
+from torchtitan.components.checkpointer.pinned.messages import Meeting, Request
+from torchtitan.components.checkpointer.pinned.snapshot import restore
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager, Staged
+
+
+class ProcessInThisOne:
+    """Reads the arena as a writer process does."""
+
+    made: list["ProcessInThisOne"] = []
+
+    def __init__(self, arena: Arena, meeting: Meeting) -> None:
+        self.arena, self.meeting, self.is_usable = arena, meeting, True
+        self.requests: list[Request] = []
+        self.is_open = True
+        self.pid = 1
+        self.made.append(self)
+
+    def save(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def saved(self) -> dict[str, Any]:
+        request = self.requests[-1]
+        there = Arena(os.dup(self.arena.fd))
+        there.attach(request.mapped_bytes)
+        state = restore(there.read(request.payload_offset, request.payload_bytes), there)
+        there.close()
+        return state
+
+    def discard(self) -> None:
+        self.is_open = False
+
+    end = discard
+
+
+@pytest.fixture
+def stager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedMemoryStager]:
+    monkeypatch.setattr(stager_module, "WriterProcess", ProcessInThisOne)
+    ProcessInThisOne.made = []
+    made = SharedMemoryStager(
+        StagingOptions(),
+        group=None,
+        timeout=timedelta(seconds=30),
+        find_can_wait=lambda: lambda key, tensor: key == "still",
+    )
+    yield made
+    made.close()
+
+
+def process_of(stager: SharedMemoryStager) -> Any:
+    return stager._process
+
+
+def stage(stager: SharedMemoryStager, state: dict[str, Any]) -> Staged:
+    return stager.stage(state).result(30)
+
+
+def test_only_what_the_optimizer_alone_changes_is_copied_in_the_background(
+    stager: SharedMemoryStager,
+) -> None:
+    stager.start_writer()
+    gate = threading.Event()
+    stager._executor.submit(gate.wait, 30)
+    buffer, weight, values = torch.zeros(2), torch.zeros(2), {"rows": [1]}
+    future = stager.stage({"still": weight, "moving": buffer, "plain": values})
+    # As in the next forward pass, with the copy of the weight still to come.
+    buffer.fill_(9.0)
+    values["rows"].append(9)
+    assert not future.done()
+    weight.fill_(1.0)
+    gate.set()
+    future.result(30).deliver(DurableFileSystemWriter("/a/path"))
+    weight.fill_(9.0)
+    saved = process_of(stager).saved()
+    assert saved["moving"].tolist() == [0, 0] and saved["plain"] == {"rows": [1]}
+    assert saved["still"].tolist() == [1, 1]
+    assert process_of(stager).requests[0].path == "/a/path"
+    assert isinstance(pickle.loads(process_of(stager).requests[0].writer), DurableFileSystemWriter)
+
+
+def test_state_that_changes_its_structure_is_saved_whole_in_memory_that_grows(
+    stager: SharedMemoryStager,
+) -> None:
+    stager.start_writer()
+    for size in (10, 3_000_000, 20):
+        weight = torch.full((size,), float(size))
+        state = {"still": weight, f"key {size}": [torch.tensor(size)]}
+        stage(stager, state).deliver(DurableFileSystemWriter("/a"))
+        saved = process_of(stager).saved()
+        assert saved.keys() == state.keys() and torch.equal(saved["still"], weight)
+        assert saved[f"key {size}"][0] == size
+    # One copy of the largest state, and not one of each.
+    assert stager._arena.size_bytes < 4 * 3_000_000 + 4 * 2**20
+
+
+def test_prewarming_takes_the_memory_and_starts_the_process(stager: SharedMemoryStager) -> None:
+    state = {"still": torch.zeros(3_000_000)}
+    stager.prewarm(state)
+    assert len(ProcessInThisOne.made) == 1 and stager.has_usable_writer
+    assert stager._prewarming is not None
+    stager._prewarming.result(30)
+    size = stager._arena.size_bytes
+    assert size >= state["still"].nbytes and stager.shortages == []
+    stage(stager, state)
+    assert stager._arena.size_bytes == size
+
+
+def test_too_little_memory_is_found_out_before_it_is_taken(
+    stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(means, "available_memory_bytes", lambda: 1000)
+    stager.prewarm({"still": torch.zeros(3_000_000)})
+    (shortage,) = stager.shortages
+    assert "0.01 GiB" in shortage and "0.00 GiB" in shortage and stager._arena.size_bytes == 0
+
+
+@pytest.mark.parametrize("at", ["reserve", "take", "later"])
+def test_a_failed_copy_travels_to_the_writer_as_the_failure_of_the_save(
+    stager: SharedMemoryStager, at: str
+) -> None:
+    stager.start_writer()
+    state: dict[str, Any] = {"still": torch.ones(2)}
+    full = OSError(errno.ENOSPC, "No space left on device")
+    if at == "take":
+        state["moving"] = torch.eye(2).to_sparse()
+        staged = stage(stager, state)
+    elif at == "reserve":
+        with patch.object(os, "posix_fallocate", side_effect=full):
+            staged = stage(stager, state)
+        assert "not to be had" in stager.shortages[0]
+    else:
+        with patch.object(stager, "_copy", side_effect=[None, RuntimeError("the device is lost")]):
+            staged = stage(stager, state)
+    staged.deliver(DurableFileSystemWriter("/a"))
+    request = process_of(stager).requests[0]
+    words = {"take": "cannot be", "reserve": "No space left", "later": "the device is lost"}
+    assert words[at] in str(request.failure) and request.path == "/a"
+
+
+def test_a_writer_that_does_not_pickle_fails_the_save_and_not_the_delivery(
+    stager: SharedMemoryStager,
+) -> None:
+    stager.start_writer()
+    writer = DurableFileSystemWriter("/a")
+    writer.callback = lambda: None  # pyrefly: ignore[missing-attribute]  (any attribute will do)
+    stage(stager, {}).deliver(writer)
+    assert "lambda" in str(process_of(stager).requests[0].failure)
+
+
+def test_a_process_that_cannot_be_started_is_a_shortage(
+    stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_processes(arena: Arena, meeting: Meeting) -> Any:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(stager_module, "WriterProcess", out_of_processes)
+    stager.start_writer()
+    assert "could not start a writer process" in stager.shortages[0]
+    assert not stager.has_usable_writer and stager.writer_pid is None
+
+
+def test_a_new_writer_takes_the_place_of_the_old_one_with_a_new_number(
+    stager: SharedMemoryStager,
+) -> None:
+    stager.start_writer()
+    stager.start_writer()
+    first, second = ProcessInThisOne.made
+    assert not first.is_open and second.is_open
+    assert (first.meeting.generation, second.meeting.generation) == (1, 2)
+    stager.close()
+    stager.close()
+    assert not second.is_open

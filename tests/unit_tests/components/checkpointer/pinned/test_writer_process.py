@@ -1,0 +1,116 @@
+"""A real writer process: it answers, it is found dead or late, and it never outlives its trainer.
+
+Starting one takes seconds, so each is put through as much as possible.
+"""
+
+import os
+import pickle
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
+from torchtitan.components.checkpointer.pinned.messages import Meeting, Request
+from torchtitan.components.checkpointer.pinned.snapshot import take
+from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError, WriterProcess
+
+from tests.ranks.held_writer import FullDiskWriter, HeldWriter, Hold, INDEX
+
+
+def start(arena: Arena) -> WriterProcess:
+    alone = Meeting(
+        rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=60)
+    )
+    return WriterProcess(arena, alone)
+
+
+def request_for(arena: Arena, writer: Any) -> Request:
+    snapshot = take({"w": torch.zeros(3)}, lambda key, tensor: True)
+    offset = aligned(snapshot.size_bytes)
+    arena.reserve(offset + len(snapshot.payload))
+    arena.write(offset, snapshot.payload)
+    return Request(
+        path=str(writer.path),
+        mapped_bytes=arena.size_bytes,
+        payload_offset=offset,
+        payload_bytes=len(snapshot.payload),
+        writer=pickle.dumps(writer),
+    )
+
+
+def in_a_thread(action: Any, *arguments: Any) -> Any:
+    """The value of a call that a thread made which has ended by now."""
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(action(*arguments)))
+    thread.start()
+    thread.join()
+    return values[0]
+
+
+def test_a_full_disk_is_told_as_such_and_a_process_that_hangs_is_ended_in_time(
+    tmp_path: Path,
+) -> None:
+    arena = Arena()
+    process = start(arena)
+    full = request_for(arena, FullDiskWriter(str(tmp_path / "step-1")))
+    with pytest.raises(BaseException) as failed:
+        process.save(full)
+    assert "No space left on device" in str(failed.value)
+    assert process.is_usable
+    os.kill(process.pid, signal.SIGSTOP)
+    process._timeout = timedelta(seconds=0.2)
+    with pytest.raises(TimeoutError, match="did not finish within 0 s .*timeout_seconds"):
+        process.save(full)
+    assert not process.is_usable and process._process.poll() == -signal.SIGKILL
+    process.end()
+    arena.close()
+
+
+def test_a_killed_process_is_known_before_the_next_save_and_named_by_it(tmp_path: Path) -> None:
+    arena = Arena()
+    process = start(arena)
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not process.is_usable
+    with pytest.raises(WriterDiedError, match=f"{process.pid} was ended by SIGKILL"):
+        process.save(request_for(arena, FullDiskWriter(str(tmp_path))))
+    process.discard()
+    arena.close()
+
+
+def test_a_process_started_by_another_thread_ends_with_its_connection_and_commits_nothing(
+    tmp_path: Path,
+) -> None:
+    arena, hold = Arena(), Hold(tmp_path, "index").make()
+    process = in_a_thread(start, arena)
+    request = request_for(arena, HeldWriter(str(tmp_path / "step-1"), hold, INDEX))
+    process._connection.send(request)
+    hold.await_reached()  # so it outlived the thread that started it
+    process._connection.close()
+    assert process._process.wait(30) == 0
+    assert not (tmp_path / "step-1/.metadata").exists()
+    arena.close()
+
+
+def test_giving_up_a_save_ends_the_process_and_whoever_waits_for_it(tmp_path: Path) -> None:
+    arena, hold = Arena(), Hold(tmp_path, "index").make()
+    process = start(arena)
+    failures: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            process.save(request_for(arena, HeldWriter(str(tmp_path / "step-1"), hold, INDEX)))
+        except WriterDiedError as error:
+            failures.append(error)
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    hold.await_reached()
+    process.end()
+    saving.join(30)
+    assert len(failures) == 1 and process._process.poll() == -signal.SIGKILL
+    arena.close()
