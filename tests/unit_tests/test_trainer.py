@@ -120,6 +120,18 @@ def test_valid_tokens_are_counted_over_all_microbatches() -> None:
     assert [kwargs["global_valid_tokens"].item() for kwargs in seen] == [3, 3]
 
 
+def test_beginning_to_iterate_over_the_data_advances_no_generator() -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[TrainerBatch]:
+            torch.rand(1)  # as torch's DataLoader does for its workers
+            return iter([batch(1)])
+
+    trainer = stand_in(1.0)
+    before = torch.get_rng_state()
+    next(Trainer.batch_generator(trainer, Loader()))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def loop(
     steps: int,
     *,
