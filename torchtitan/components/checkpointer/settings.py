@@ -57,7 +57,7 @@ class CheckpointSettings(Configurable.Config):
 
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to restore, comma separated: optimizer, lr_scheduler, dataloader,
-    train_state."""
+    train_state, rank_state."""
 
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too, to find out early whether saving works."""
