@@ -33,19 +33,18 @@ def _log_on_every_rank(folder: str) -> None:
         built.close()
 
 
-def _play_a_rank(folder: str) -> None:
-    init_fake_mode(2, rank=1)
-    dims_of_two = dims(world_size=2)
-    begin(
-        Path(folder), rank_dims=dims_of_two, enable_tensorboard=True, save_for_all_ranks=True
-    ).close()
-    dist.destroy_process_group()
+def _play_both_ranks(folder: str) -> None:
+    settings = {"enable_tensorboard": True, "save_for_all_ranks": True}
+    for rank in (0, 1):
+        init_fake_mode(2, rank=rank)
+        begin(Path(folder), rank_dims=dims(world_size=2), **settings).close()
+        dist.destroy_process_group()
 
 
 def test_a_process_that_plays_a_rank_leaves_the_record_of_the_run(tmp_path: Path) -> None:
     record = tmp_path / "metrics_run.json"
     record.write_text('{"tensorboard": "of the run"}')
-    run_on_ranks(1, _play_a_rank, str(tmp_path), init=False)
+    run_on_ranks(1, _play_both_ranks, str(tmp_path), init=False)
     assert record.read_text() == '{"tensorboard": "of the run"}'
 
 

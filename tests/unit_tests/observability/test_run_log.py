@@ -65,6 +65,7 @@ def test_other_threads_and_instants_take_no_time(tmp_path: Path) -> None:
     log.write("instant", "training_start")
     log.now += 1
     log.scalar("checkpoint/step", 3, thread=BACKGROUND)
+    log.write("instant", "optim_start")
     log.now += 1
     log.write("instant", "training_start")
     assert dict(read_rank_log(log.path).seconds_by_part) == {"start-up": 2}
@@ -157,6 +158,12 @@ def test_restarts_with_other_ranks_are_starts_of_their_own(tmp_path: Path) -> No
     for rank in (1, 0):  # the first to write is a rank that the start before did not have
         Rank(tmp_path, rank, at=1100 - rank / 8).train(range(3, 5))
     assert [sorted(start.ranks) for start in read_run(tmp_path).starts] == [[0], [0, 1]]
+
+
+def test_a_rank_is_in_a_start_once_also_if_the_clocks_disagree(tmp_path: Path) -> None:
+    Rank(tmp_path, 0, at=1000).train(range(1, 9))
+    Rank(tmp_path, 0, at=1005).train(range(9, 11))
+    assert [start.last_step for start in read_run(tmp_path).starts] == [8, 10]
 
 
 def test_a_folder_without_logs_is_named(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def test_a_folder_that_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:
     (old,) = folders(tmp_path)
     (tmp_path / "tb" / old).rename(tmp_path / "moved")
     begin(tmp_path, 5, **ON).close()
-    assert len(folders(tmp_path / "tb")) == 1
+    (new,) = folders(tmp_path / "tb")
+    assert new != old
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_continuation(
@@ -162,6 +163,12 @@ def test_a_fork_or_rewind_is_done_once_for_one_environment(variable: str) -> Non
     assert (record.wandb_id == "a") == (variable == "WANDB_RESUME_FROM")
     _, third = wandb_identity(record, {variable: "a?_step=5"})
     assert "resume" not in third
+
+
+def test_after_a_rewind_its_target_goes_on_whatever_other_run_is_named() -> None:
+    environment = {"WANDB_RESUME_FROM": "a?_step=4", "WANDB_RUN_ID": "given"}
+    record, _ = wandb_identity(KNOWN, environment)
+    assert wandb_identity(record, environment)[1] == {"id": "a", "resume": "allow"}
 
 
 def test_new_wandb_runs_have_ids_of_their_own() -> None:
