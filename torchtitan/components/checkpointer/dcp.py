@@ -272,6 +272,7 @@ class CheckpointManager(BaseCheckpointManager):
     def _prewarm(self) -> None:
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
             self._open_stager().prewarm(self._flattened_model_states_sd())
+            self._settle(None, needs_writer=True)
 
     def _settle_previous(self, last_step: bool) -> CheckpointSaveError | None:
         """Wait for the save in flight; what it failed with."""
@@ -283,11 +284,16 @@ class CheckpointManager(BaseCheckpointManager):
         except CheckpointSaveError as error:
             failure = error
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
-            failure, can_stage = settle(
-                self._open_stager(), failure, self.pg, needs_writer=not last_step
-            )
-            if not can_stage:
-                self.stager, self.async_mode = None, AsyncMode.DISABLED
+            failure = self._settle(failure, needs_writer=not last_step)
+        return failure
+
+    def _settle(
+        self, failure: CheckpointSaveError | None, *, needs_writer: bool
+    ) -> CheckpointSaveError | None:
+        stager = self._open_stager()
+        failure, can_stage = settle(stager, failure, self.pg, needs_writer=needs_writer)
+        if not can_stage:
+            self.stager, self.async_mode = None, AsyncMode.DISABLED
         return failure
 
     def _dispatch(self, checkpoint_id: str) -> None:

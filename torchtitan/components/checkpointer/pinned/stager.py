@@ -116,11 +116,7 @@ class SharedMemoryStager:
             self.shortages.append(f"rank {rank} could not start a writer process: {error}")
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
-        """Do in the background what would make the first save slow. Collective.
-
-        Takes the memory that ``state_dict`` needs, and starts the writer process.
-        """
-        self.start_writer()
+        """Take the memory that ``state_dict`` needs, in the background."""
         try:
             plain = {key: _plain(value) for key, value in state_dict.items()}
             needed = _needed_bytes(take(plain, self._find_can_wait()))

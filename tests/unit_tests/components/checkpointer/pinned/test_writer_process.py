@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,24 @@ from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedE
 
 from tests.ranks.held_writer import FullDiskWriter, HeldWriter, Hold, INDEX
 
+_started: list[WriterProcess] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test() -> Iterator[None]:
+    yield
+    for process in _started:
+        process._process.kill()
+        process._process.wait()
+    _started.clear()
+
 
 def start(arena: Arena) -> WriterProcess:
     alone = Meeting(
         rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=60)
     )
-    return WriterProcess(arena, alone)
+    _started.append(WriterProcess(arena, alone))
+    return _started[-1]
 
 
 def request_for(arena: Arena, writer: Any) -> Request:

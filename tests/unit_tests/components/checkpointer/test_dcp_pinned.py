@@ -1,0 +1,70 @@
+"""When the manager warms up, and what it does on a machine that turns out to be too small."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+from torchtitan.components.checkpointer import AsyncMode, dcp
+from torchtitan.components.checkpointer.pinned import means, stager
+
+from tests.unit_tests.components.checkpointer.runs import build_run, names
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+PINNED = "async_with_pinned_mem"
+
+
+@pytest.fixture
+def made() -> Iterator[MagicMock]:
+    """The stager that is built, with a save that is never called for."""
+    with (
+        patch.object(dcp, "DefaultStager") as built,
+        patch.object(dcp.CheckpointManager, "_dispatch"),
+    ):
+        yield built.return_value
+
+
+def test_the_first_step_without_a_save_warms_up_once(made: MagicMock, tmp_path: Path) -> None:
+    run = build_run(tmp_path, async_mode=PINNED, interval=3)
+    run.train(7)
+    made.prewarm.assert_called_once()
+    (state,) = made.prewarm.call_args.args
+    assert {"tok_embeddings.weight", "optimizer", "train_state"} <= set(state)
+    run.manager.close()
+
+
+def test_a_step_with_a_save_never_warms_up(made: MagicMock, tmp_path: Path) -> None:
+    run = build_run(tmp_path, async_mode=PINNED, interval=1)
+    run.train(1)
+    run.manager.interval = 10
+    run.train(3)
+    made.prewarm.assert_not_called()
+    run.manager.close()
+
+
+def test_a_run_that_never_saves_makes_nothing_and_says_nothing(
+    made: MagicMock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = build_run(tmp_path, async_mode=PINNED, load_only=True)
+    run.train(2)
+    assert run.manager.stager is None and "staged" not in caplog.text
+    run.manager.close()
+
+
+def test_a_machine_without_memory_for_the_copy_saves_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(stager, "WriterProcess", started.append)
+    monkeypatch.setattr(means, "available_memory_bytes", lambda: 1000)
+    run = build_run(tmp_path, async_mode=PINNED, interval=2)
+    run.train(4)
+    assert run.manager.async_mode is AsyncMode.DISABLED and run.manager.stager is None
+    assert caplog.text.count("From now on training waits for each save") == 1
+    assert "only 0.00 GiB of memory are free" in caplog.text and started == []
+    run.manager.close()
+    assert names(tmp_path) == ["step-2", "step-4"]
+    assert (tmp_path / "checkpoint/step-4/.metadata").exists()
