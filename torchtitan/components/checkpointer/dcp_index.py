@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
 from torchtitan.components.checkpointer.discovery import Finder, Kind, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
+from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
 from torchtitan.components.checkpointer.templates import Outline, SavedEntry
 from torchtitan.tools.logging import logger
@@ -175,7 +176,10 @@ def require_match(
         CheckpointReadError: the index cannot be read, on all ranks.
     """
     saved = read_outline(path, group) if outline is None else outline
-    wanted = _union(dict(leaves(states)), group)
+    # What each rank keeps for itself would make every rank's listing another one, which would then
+    # have to be sent around; and it is asked for only as far as it was saved.
+    shared = {key: value for key, value in states.items() if key != RANK_STATE}
+    wanted = _union(dict(leaves(shared)), group)
     rank_zero_decides(lambda: _compare(path, wanted, saved, other_keys), group)
 
 

@@ -4,12 +4,15 @@ import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpointer import rank_state
 from torchtitan.components.checkpointer.nesting import encode
 from torchtitan.components.checkpointer.rank_state import preserved_generators, RankState
 
@@ -182,6 +185,30 @@ def test_a_generator_that_cannot_be_restored_is_seeded_and_named(
     other.restore_last(0)
     (line,) = lines(caplog)
     assert line.endswith("random number generators seeded anew from it: numpy.")
+
+
+def test_the_generator_of_an_accelerator_is_saved_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator()
+    module = SimpleNamespace(
+        get_rng_state=lambda device: generator.get_state(),
+        set_rng_state=lambda state, device: generator.set_state(state),
+        manual_seed=generator.manual_seed,
+    )
+    with patch.object(rank_state, "device_module", module):
+        save(tmp_path / "gpu", RankState(rank=0, world_size=1, device=torch.device("cuda", 0)))
+        save(tmp_path / "cpu", of_rank(0, 1))
+        numbers = torch.rand(3, generator=generator).tolist()
+        again = RankState(rank=0, world_size=1, device=torch.device("cuda", 0))
+        restored(tmp_path / "gpu", again)
+        assert torch.rand(3, generator=generator).tolist() == numbers
+        assert lines(caplog) == []
+        restored(tmp_path / "cpu", again)
+    assert restored(tmp_path / "gpu", of_rank(0, 1)) == expected(0)
+    from_cpu, from_gpu = lines(caplog)
+    assert from_cpu.endswith("random number generators seeded anew from it: cuda.")
+    assert from_gpu.endswith("not taken over: cuda.")
 
 
 def test_a_checkpoint_from_before_there_was_such_state_is_loaded_with_one_line(
