@@ -9,7 +9,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager, Checkpoint
 from torchtitan.config import ConfigManager, Configurable
 from torchtitan.config.backends import backend_flag, CHECKPOINT_BACKENDS
 from torchtitan.config.manager import EARLY_FLAGS
-from torchtitan.config.violations import EXIT_CODE
+from torchtitan.config.violations import collecting, EXIT_CODE
 from torchtitan.models.llama3.config_registry import llama3_jargon
 from torchtitan.preflight import parse_or_exit
 
@@ -51,6 +51,9 @@ class FastSaver(AsyncSaver):
     class Config(AsyncSaver.Config):
         speed: int = 1
         """More than one."""
+
+        eager: bool = True
+        """Whether it begins early."""
 
 
 CLASSES = {
@@ -154,9 +157,30 @@ def test_the_class_that_is_there_already_stays_and_so_does_one_derived_from_it()
         assert saver == AsyncSaver.Config(
             enable=True, interval=7, exclude=["a"], async_mode="async"
         )
-    flag = backend_flag("saver", CLASSES, help="")
     fast = replace(parse(), saver=FastSaver.Config(speed=3))
-    assert flag.change is not None and flag.change(fast, "async", []) is fast
+    assert change(fast, "async") is fast
+
+
+def change(config: Any, name: str, *args: str) -> Any:
+    flag = backend_flag("saver", CLASSES, help="")
+    assert flag.change is not None
+    return flag.change(config, name, args)
+
+
+def test_a_switch_that_is_turned_off_was_typed_as_well() -> None:
+    fast = replace(parse(), saver=FastSaver.Config())
+    for typed in ("--saver.eager", "--saver.no-eager", "--saver.no_eager"):
+        with pytest.raises(ValueError, match="together with --saver.eager, which it does not have"):
+            change(fast, "other", typed)
+    assert type(change(fast, "other", "--saver.interval").saver) is OtherSaver.Config
+
+
+def test_what_the_recipe_got_wrong_is_not_final_when_the_class_changes() -> None:
+    with collecting():
+        config = replace(parse(), saver=AsyncSaver.Config(interval=0))
+    with collecting() as found:
+        assert change(config, "other").saver.interval == 0
+    assert found == []
 
 
 def test_a_config_without_the_section_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
