@@ -25,6 +25,8 @@ LAYERS: list[tuple[str, int, int]] = [
     # Parts of the trainer, in files of their own.
     ("torchtitan.assembly", 7, 2),
     ("torchtitan.train_step", 7, 2),
+    # Datasets by name, for recipes.
+    ("torchtitan.hf_datasets*", 7, 2),
     ("torchtitan.components*", 6, 3),
     # Siblings of the components, and above the parts that several models share.
     ("torchtitan.models.common*", 5, 3),

@@ -174,6 +174,8 @@ def _map(file: Path, dtype: np.dtype, length: int) -> np.ndarray:
     expected, found = dtype.itemsize * length, file.stat().st_size
     if found != expected:
         raise ValueError(f"{file.name} has {found} bytes instead of {expected}")
+    if length == 0:
+        return np.empty(0, dtype)  # An empty file cannot be mapped.
     # A plain view: every slice of a memmap object would carry the object along.
     return np.memmap(file, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
 

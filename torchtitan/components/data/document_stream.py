@@ -20,7 +20,7 @@ import numpy as np
 from torchtitan.components.data.sources import SourceConfig, StreamingDataSource
 from torchtitan.components.data.tokenize import DocumentMaker, nothing_found
 from torchtitan.components.data.types import DatasetIterationPolicy, StreamPoint, TextSequence
-from torchtitan.components.data.workers import Stripes
+from torchtitan.components.data.workers import pickled, Stripes
 
 # Unshuffled, a block only has to be worth a message from a worker.
 _UNSHUFFLED_BLOCK = 64
@@ -103,6 +103,8 @@ class DocumentStream:
         self.policy = policy
         # One rank or many, one worker or many: none of these changes a block.
         self._read = _BlockReader(source, maker, replace(policy, num_workers=0))
+        if policy.num_workers > 0:
+            pickled(self._read)  # Now rather than in the first step.
         self.description = source.build(dataset_iteration_policy=policy).describe()
         self.processing = maker.describe(maker.processor.context)
         self.tokenizer_digest = maker.processor.context.tokenizer.fingerprint()

@@ -87,6 +87,9 @@ def _load(config: HuggingFaceConfig, *, streaming: bool) -> Any:
             streaming=streaming,
             **config.load_dataset_kwargs,
         )
+    except StopIteration as error:
+        # From a stream whose files hold no row to learn the columns from.
+        raise ValueError(_empty(config)) from error
     # The library raises errors of its own, of the network, of the file system and of pyarrow.
     except Exception as error:
         raise ValueError(

@@ -68,7 +68,7 @@ class Mixture:
 class DatasetMixConfig(DatasetConfig):
     """Rows of several datasets, by weight. Without repeat it ends where the first of them does."""
 
-    datasets: list[WeightedDataset]
+    datasets: Sequence[WeightedDataset]
     """What to mix; number i is shuffled with the seed plus i."""
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class DatasetMixConfig(DatasetConfig):
 class DatasetConcatConfig(DatasetConfig):
     """The documents of several datasets one behind the other, as if they were one."""
 
-    datasets: list[DatasetConfig]
+    datasets: Sequence[DatasetConfig]
     """What to put together, in this order; none of them may be a stream, a mix or packed."""
 
     def __post_init__(self) -> None:

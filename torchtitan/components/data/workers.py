@@ -44,7 +44,7 @@ class Stripes(Generic[Item]):
             self._start(make, num_workers)
 
     def _start(self, make: MakeStripe[Item], num_workers: int) -> None:
-        payload = _pickled(make)
+        payload = pickled(make)
         context = multiprocessing.get_context("forkserver")
         # The server imports what all workers need, once; it has no effect where one runs already.
         context.set_forkserver_preload(["torchtitan.components.data"])
@@ -110,7 +110,8 @@ def _hang_up(pipe: Connection) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _pickled(make: MakeStripe[Any]) -> bytes:
+def pickled(make: Callable[..., Any]) -> bytes:
+    """``make`` for another process. Raises ValueError when it cannot be given to one."""
     try:
         return pickle.dumps(make)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

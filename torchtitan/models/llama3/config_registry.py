@@ -4,7 +4,14 @@
 """
 
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.data import GrainDataLoader, packed_text
+from torchtitan.components.data import (
+    ChatProcessor,
+    FirstFitPackingConfig,
+    GrainDataLoader,
+    IndexedJsonlSource,
+    packed_text,
+    SingleDatasetConfig,
+)
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw, LRSchedulersContainer
@@ -79,6 +86,20 @@ def llama3_debugmodel_ce_loss() -> Trainer.Config:
     """``llama3_debugmodel`` with the loss over all tokens at once."""
     config = llama3_debugmodel()
     config.loss = CrossEntropyLoss.Config(global_vocab_size=_TEST_VOCAB_SIZE)
+    return config
+
+
+def sft_debugmodel() -> Trainer.Config:
+    """``llama3_debugmodel`` on questions and answers; only the answers are learned."""
+    config = llama3_debugmodel()
+    chats = SingleDatasetConfig(
+        source=IndexedJsonlSource.Config(patterns=("tests/assets/sft_test/data.json",)),
+        processor=ChatProcessor.Config(),
+    )
+    # Packed by first fit: a conversation that is cut in two has an answer without its question.
+    config.dataloader = GrainDataLoader.Config(dataset=FirstFitPackingConfig(dataset=chats))
+    config.training.max_context_length = 512
+    config.training.num_tokens_per_microbatch_per_dp_rank = 8 * 512
     return config
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchtitan.components.data import GrainDataLoader, packed_text
+from torchtitan.components.data import DatasetConfig, GrainDataLoader, packed_text
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -50,10 +50,12 @@ def make_loader(
         rows: int = 1,
         row_length: int = ROW_LENGTH,
         files: str | None = None,
+        dataset: DatasetConfig | None = None,
         **settings: Any,
     ) -> GrainDataLoader:
         fields: dict[str, Any] = {"cache_dir": cache_dir, "num_prefetch_batches": 0, **settings}
-        config = GrainDataLoader.Config(dataset=packed_text([files or str(corpus)]), **fields)
+        data = dataset or packed_text([files or str(corpus)])
+        config = GrainDataLoader.Config(dataset=data, **fields)
         loader = config.build(
             dp_world_size=world,
             dp_rank=rank,
