@@ -6,8 +6,10 @@ them is compiled and the others find its result. Everything between the blocks s
 
     tensor parallelism -> activation checkpointing -> apply_compile -> FSDP
 
-That order is the one to use: the compiler then sees the checkpoint wrapper and decides about
-recomputation itself. Others compute the same.
+That order is the one to use: the compiler then sees the checkpoint wrapper and arranges the
+recomputation itself. With any other order of the last three the model computes the same. What enters a
+compiled block must not be an asynchronous tensor of a collective, whose gradient could come out wrong
+without an error; tests compare the gradients of every layout with those of the plain model.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
@@ -45,11 +46,8 @@ def apply_compile(
     for block in model.get_submodule("layers").children():
         # Graph breaks are allowed. Without them (fullgraph) a run would end at the first batch
         # whose shapes exceed torch's limit of recompilations; so that batch runs uncompiled.
-        _outermost_to_compile(block).compile(backend=compile_config.backend)
-    if parallel_dims.tp_enabled:
-        embedding = getattr(model, "tok_embeddings", None)
-        if isinstance(embedding, nn.Module):
-            embedding.register_forward_hook(_complete)
+        part = _part_to_compile(block, tp_enabled=parallel_dims.tp_enabled)
+        part.compile(backend=compile_config.backend)
 
 
 def compiled(
@@ -61,23 +59,18 @@ def compiled(
     return torch.compile(function, backend=compile_config.backend)
 
 
-def _outermost_to_compile(block: nn.Module) -> nn.Module:
-    """``block``, or what it wraps where FSDP came first.
+def _part_to_compile(block: nn.Module, *, tp_enabled: bool) -> nn.Module:
+    """``block``, wrapper and all, or what is inside of a checkpoint wrapper that cannot be compiled.
 
-    The hooks of FSDP inside a checkpointed region cannot be traced: torch would give up and run
-    the whole block uncompiled without a word.
+    Inside, nothing is lost but that the compiler does not see what is computed again.
     """
-    if isinstance(block, CheckpointWrapper):
-        inner = block.get_submodule("_checkpoint_wrapped_module")
-        if isinstance(inner, FSDPModule):
-            return inner
-    return block
-
-
-def _complete(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-    """``output`` once the communication behind it is done.
-
-    A tensor that is still under way would enter compiled code as it is, and its gradient would be wrong
-    there, silently. Not ``wait()``: that would cut it off from autograd.
-    """
-    return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
+    if not isinstance(block, CheckpointWrapper):
+        return block
+    inner = block.get_submodule("_checkpoint_wrapped_module")
+    # The hooks of FSDP in a checkpointed region cannot be traced: where FSDP came first, torch would
+    # run the whole block uncompiled without a word.
+    sharded_first = isinstance(inner, FSDPModule)
+    # A region that keeps nothing makes torch 2.13 keep the mesh of its DTensors as if it were a tensor,
+    # and fail. One that keeps chosen results does not.
+    keeps_nothing = "context_fn" not in getattr(block.checkpoint_fn, "keywords", {})
+    return inner if sharded_first or (tp_enabled and keeps_nothing) else block

@@ -65,8 +65,13 @@ def apply_fsdp_to_decoder(
     """Shard ``model`` in place over ``dp_mesh``; parameters become DTensors under the same names.
 
     ``model`` has ``tok_embeddings``, ``layers`` (a ModuleDict), ``norm`` and ``lm_head``, any of which may be None
-    on a pipeline stage. Compute runs in ``param_dtype``, gradients are summed in ``reduce_dtype``.
+    on a pipeline stage. Compute runs in ``param_dtype``, gradients are summed in ``reduce_dtype``. Parameters
+    without elements are frozen.
     """
+    for parameter in model.parameters():
+        if parameter.numel() == 0:
+            # There is nothing to learn, and FSDP fails where the gradient of no elements arrives.
+            parameter.requires_grad_(False)
     reshard = get_fsdp_reshard_after_forward_policy(reshard_after_forward_policy, pp_enabled)
     mixed_precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     # Pinned memory exists only where there is a device to copy it to.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from torchtitan.components.checkpointer.pinned import means
-from torchtitan.config import CompileConfig
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
@@ -104,7 +103,7 @@ def _remote(config: Trainer.Config) -> Iterator[str]:
 
 def without_effect(config: Trainer.Config) -> Iterator[str]:
     """Settings that were changed although what they belong to is off or does not exist."""
-    yield from _waiting_for_compile(config.compile)
+    yield from _waiting_for_compile(config)
     for section, feature, names in _DETAILS:
         chosen = getattr(config, section)
         for name in names:
@@ -142,10 +141,16 @@ def without_effect(config: Trainer.Config) -> Iterator[str]:
         )
 
 
-def _waiting_for_compile(chosen: CompileConfig) -> Iterator[str]:
+def _waiting_for_compile(config: Trainer.Config) -> Iterator[str]:
+    chosen, tensor = config.compile, config.parallelism.tensor_parallel_degree
     for name in () if chosen.enable else ("backend", "components"):
         if (value := getattr(chosen, name)) != _default(chosen, name):
             yield f"--compile.{name} {value} has no effect without --compile.enable; add it."
+    if chosen.enable and chosen.components == ["loss"] and tensor > 1:
+        yield (
+            "--compile.components loss has no effect with --parallelism.tensor_parallel_degree "
+            f"{tensor}, where the loss is one of collectives; add model, or leave --compile.enable out."
+        )
 
 
 def _default(config: Any, name: str) -> Any:
