@@ -1,0 +1,28 @@
+"""Which tensors may be copied during the next forward and backward pass."""
+
+import torch
+from torch import nn
+from torchtitan.components.checkpointer.state import (
+    changed_by_updates_only,
+    MODEL,
+    ModelWrapper,
+    OPTIMIZER,
+)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def test_parameters_and_optimizer_state_wait_and_buffers_and_foreign_state_do_not() -> None:
+    wrapper = ModelWrapper([Counting(), nn.BatchNorm1d(4)])
+    can_wait = changed_by_updates_only({MODEL: wrapper, OPTIMIZER: object(), "extra": object()})
+    waiting = {name for name, value in wrapper.state_dict().items() if can_wait(name, value)}
+    assert waiting == {"inner.weight", "inner.bias", "weight", "bias"}
+    # A view of a buffer changes with it.
+    assert not can_wait("seen", wrapper.state_dict()["seen"][1:])
+    assert can_wait(OPTIMIZER, torch.zeros(1))
+    assert not can_wait("extra", torch.zeros(1))
