@@ -68,10 +68,7 @@ def apply_fsdp_to_decoder(
     on a pipeline stage. Compute runs in ``param_dtype``, gradients are summed in ``reduce_dtype``. Parameters
     without elements are frozen.
     """
-    for parameter in model.parameters():
-        if parameter.numel() == 0:
-            # There is nothing to learn, and FSDP fails where the gradient of no elements arrives.
-            parameter.requires_grad_(False)
+    _freeze_empty_parameters(model)
     reshard = get_fsdp_reshard_after_forward_policy(reshard_after_forward_policy, pp_enabled)
     mixed_precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     # Pinned memory exists only where there is a device to copy it to.
@@ -121,6 +118,13 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
             module.set_gradient_divide_factor(1.0)
             # Any set factor otherwise turns the reduction into PREMUL_SUM, which gloo refuses.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _freeze_empty_parameters(model: nn.Module) -> None:
+    # There is nothing to learn, and FSDP fails where the gradient of no elements arrives.
+    for parameter in model.parameters():
+        if parameter.numel() == 0:
+            parameter.requires_grad_(False)
 
 
 def _is_tied(embedding: nn.Module | None, head: nn.Module | None) -> bool:

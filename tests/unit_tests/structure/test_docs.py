@@ -47,11 +47,11 @@ def test_every_flag_in_the_text_exists(
     # Most commands stand in the running text, where nothing executes them.
     monkeypatch.setenv("COLUMNS", "200")
     known: set[str] = set()
-    for subcommand in ([], ["activation-checkpoint:full"], ["activation-checkpoint:selective"]):
+    recipe = ["--module", "llama3", "--config", "llama3_jargon"]
+    choices = [f"activation-checkpoint:{name}" for name in ("full", "selective", "memory-budget")]
+    for subcommand in ([], *([choice] for choice in choices)):
         with pytest.raises(SystemExit):
-            parse_or_exit(
-                ["--module", "llama3", "--config", "llama3_jargon", *subcommand, "--help"]
-            )
+            parse_or_exit([*recipe, *subcommand, "--help"])
         known |= docs.flags_in(capsys.readouterr().out)
     named = {flag: path for path in PAGES for flag in docs.flags_in((ROOT / path).read_text())}
     assert len(named) > 40
