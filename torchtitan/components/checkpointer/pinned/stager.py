@@ -143,7 +143,7 @@ class SharedMemoryStager:
             begun = self._mark()
             return self._executor.submit(self._finish, self._process, request, snapshot, begun)
         except Exception as error:
-            failed.set_result(self._failure(self._process, error))
+            failed.set_result(_failed(self._process, error))
         return failed
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class SharedMemoryStager:
                     self._copy(snapshot.later)
                 self._stream.synchronize()
         except Exception as error:
-            return self._failure(process, error)
+            return _failed(process, error)
         finally:
             # They keep tensors alive that the run may have replaced.
             snapshot.at_once.clear()
@@ -216,12 +216,6 @@ class SharedMemoryStager:
             payload_bytes=len(snapshot.payload),
         )
 
-    def _failure(self, process: WriterProcess, error: Exception) -> Staged:
-        request = Request(
-            path="", mapped_bytes=0, payload_offset=0, payload_bytes=0, failure=portable(error)
-        )
-        return Staged(process, request)
-
     def _open_store(self) -> tuple[str, int]:
         # Port 0 is any that is free; the writers connect as soon as they are up.
         store = dist.TCPStore(
@@ -237,3 +231,10 @@ def _needed_bytes(snapshot: Snapshot) -> int:
 
 def _plain(value: Any) -> Any:
     return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _failed(process: WriterProcess, error: Exception) -> Staged:
+    request = Request(
+        path="", mapped_bytes=0, payload_offset=0, payload_bytes=0, failure=portable(error)
+    )
+    return Staged(process, request)

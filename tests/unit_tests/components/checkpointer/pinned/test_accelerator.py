@@ -1,0 +1,128 @@
+"""The order of things on a machine with an accelerator, whose calls are recorded and not made."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint.staging import StagingOptions
+from torchtitan.components.checkpointer.pinned import arena as arena_module, means
+from torchtitan.components.checkpointer.pinned.arena import Arena
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """What is asked of streams and events, in order."""
+    made: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            assert device == DEVICE
+
+        def __enter__(self) -> None:
+            made.append("enter the side stream")
+
+        def __exit__(self, *error: Any) -> None:
+            made.append("leave the side stream")
+
+        def wait_event(self, event: Any) -> None:
+            made.append("the side stream waits for the event")
+
+        def synchronize(self) -> None:
+            made.append("wait for the side stream")
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            assert device == DEVICE
+
+        def record(self, stream: Any) -> None:
+            made.append(f"record an event on {stream}")
+
+    with (
+        patch.object(torch, "Stream", Stream),
+        patch.object(torch, "Event", Event),
+        patch.object(torch.accelerator, "current_stream", return_value="the training stream"),
+        patch.object(means, "find_means", return_value=means.Means(device=DEVICE, pins=False)),
+    ):
+        yield made
+
+
+def test_copies_follow_what_the_training_stream_has_begun_and_the_future_follows_them(
+    calls: list[str],
+) -> None:
+    stager = SharedMemoryStager(
+        StagingOptions(),
+        group=None,
+        timeout=timedelta(seconds=30),
+        find_can_wait=lambda: lambda key, tensor: key == "weight",
+    )
+    stager._process = MagicMock()
+    copy = stager._copy
+
+    def recorded(copies: Any) -> None:
+        calls.extend(f"copy {int(source)}" for source, _ in copies)
+        copy(copies)
+
+    with patch.object(stager, "_copy", recorded):
+        future = stager.stage({"weight": torch.tensor(1), "buffer": torch.tensor(2)})
+        future.add_done_callback(lambda _: calls.append("the future is done"))
+        future.result(30)
+    stager.close()
+    assert calls == [
+        "copy 2",
+        "record an event on the training stream",
+        "enter the side stream",
+        "the side stream waits for the event",
+        "copy 1",
+        "leave the side stream",
+        "wait for the side stream",
+        "the future is done",
+    ]
+
+
+def test_memory_is_pinned_while_it_is_mapped_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = MagicMock()
+    driver.cudaHostRegister.return_value = 0
+    monkeypatch.setattr(arena_module, "_cuda", lambda: driver)
+    arena = Arena()
+    assert arena.reserve(1000, pin=True)
+    first = arena.tensor(0, (1,), torch.uint8).data_ptr()
+    assert arena.reserve(2 * arena.size_bytes, pin=True)
+    second = arena.tensor(0, (1,), torch.uint8).data_ptr()
+    size = arena.size_bytes
+    arena.close()
+    names = [(name, arguments[0]) for name, arguments, _ in driver.mock_calls]
+    assert names == [
+        ("cudaHostRegister", first),
+        ("cudaHostUnregister", first),
+        ("cudaHostRegister", second),
+        ("cudaHostUnregister", second),
+    ]
+    assert driver.cudaHostRegister.call_args.args[1:] == (size, 1)
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = MagicMock()
+    driver.cudaHostRegister.return_value = 2
+    monkeypatch.setattr(arena_module, "_cuda", lambda: driver)
+    monkeypatch.setattr(means, "find_means", lambda options: means.Means(device=DEVICE, pins=True))
+    stager = SharedMemoryStager(
+        StagingOptions(),
+        group=None,
+        timeout=timedelta(seconds=30),
+        find_can_wait=lambda: lambda key, tensor: True,
+    )
+    stager._process = MagicMock()
+    assert stager.stage({"w": torch.ones(3)}).result(30).request.failure is None
+    assert "could not be pinned" in caplog.text
+    stager.close()
+    driver.cudaHostUnregister.assert_not_called()
