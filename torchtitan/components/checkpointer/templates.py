@@ -13,7 +13,7 @@ The model is not part of this: its entries are fixed, and a mismatch there is an
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor, empty
 
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError
 from torchtitan.components.checkpointer.nesting import decode, encode
-from torchtitan.components.checkpointer.state import MODEL, OPTIMIZER
+from torchtitan.components.checkpointer.state import OPTIMIZER
 
 Path = tuple[str | int, ...]
 
-# Keys like dp_rank_3, under which each rank keeps what is its own.
-_OF_ONE_RANK = re.compile(r"(.*rank)_\d+")
+# Under which each data-parallel rank keeps what is its own, by the custom of data loaders. Other names
+# with numbers in them may be the keys of a dict that has grown.
+_OF_ONE_RANK = re.compile(r"dp_rank_\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,24 +80,28 @@ class Snapshot(Stateful):
 class Template(Stateful):
     """A state in the form in which a certain checkpoint holds it."""
 
-    def __init__(self, key: str, target: Stateful, saved: Outline) -> None:
+    def __init__(self, key: str, target: Stateful, outline: Outline) -> None:
         self._key = key
         self._target = target
         self._shapes_itself = isinstance(target, ShapesItsLoad)
+        self._to_fill: Any
+        saved = _under(key, outline)
         if isinstance(target, ShapesItsLoad):
             self._to_fill = target.load_template(saved)
+        elif key in outline and outline[key].path == (key,):
+            self._to_fill = None  # one value stands for all of it, such as None for a loader
         else:
             live = encode(target.state_dict())
             # Nothing saved at all: what the object has now is what will be reported as missing.
             is_missing = not saved and live != encode({})
             self._to_fill = live if is_missing else template_of(_without_others(saved, live), live)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The dict to fill; the same one on every call."""
+    def state_dict(self) -> Any:
+        """The dict to fill, the same one on every call; or a place for the one value."""
         return self._to_fill
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand the filled dict over.
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Hand over what was filled.
 
         Raises:
             CheckpointMismatchError: the object misses something in it.
@@ -110,9 +115,24 @@ class Template(Stateful):
         except KeyError as error:
             raise CheckpointMismatchError(
                 f"{self._key} cannot be restored: it asks for the entry {error}, and the checkpoint "
-                f"has {sorted(map(str, plain))} under that key. Another version of the code saved "
+                f"has {sorted(map(str, plain or ()))} under that key. Another version of the code saved "
                 f"it; leave it out with --checkpoint.exclude_from_loading {self._key}."
             ) from error
+
+
+class _PlainDict(Stateful):
+    """A dict that stands for an object; restoring it changes it in place."""
+
+    def __init__(self, entries: dict[Any, Any]) -> None:
+        self._entries = entries
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self._entries
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        restored = dict(state_dict)
+        self._entries.clear()
+        self._entries.update(restored)
 
 
 def snapshots(states: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
@@ -120,26 +140,27 @@ def snapshots(states: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]
 
     The optimizer's stays as it is: its dict is flat already.
     """
-    return {
-        key: Snapshot(value) if _is_nested_state(key, value, keys) else value
-        for key, value in states.items()
-    }
+    wrapped = dict(states)
+    for key, state in _nested_states(states, keys):
+        if key != OPTIMIZER:
+            wrapped[key] = Snapshot(state)
+    return wrapped
 
 
 def templates(states: Mapping[str, Any], keys: frozenset[str], outline: Outline) -> dict[str, Any]:
     """``states`` to be filled from the checkpoint that ``outline`` describes."""
-    return {
-        key: (
-            Template(key, value, _under(key, outline))
-            if key in keys and isinstance(value, Stateful)
-            else value
-        )
-        for key, value in states.items()
-    }
+    wrapped = dict(states)
+    for key, state in _nested_states(states, keys):
+        wrapped[key] = Template(key, state, outline)
+    return wrapped
 
 
-def _is_nested_state(key: str, value: Any, keys: frozenset[str]) -> bool:
-    return key in keys and key not in (MODEL, OPTIMIZER) and isinstance(value, Stateful)
+def _nested_states(
+    states: Mapping[str, Any], keys: frozenset[str]
+) -> Iterator[tuple[str, Stateful]]:
+    for key, value in states.items():
+        if key in keys and isinstance(value, (Stateful, dict)):
+            yield key, _PlainDict(value) if isinstance(value, dict) else value
 
 
 def _under(key: str, outline: Outline) -> dict[str, SavedEntry]:
@@ -164,14 +185,13 @@ def template_of(saved: Outline, live: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_others(saved: Outline, live: Mapping[str, Any]) -> Outline:
-    """``saved`` without what other ranks keep under keys of which ``live`` has one of its own."""
-    own = {match[1] for name in live if (match := _OF_ONE_RANK.fullmatch(name))}
-
-    def is_foreign(key: str) -> bool:
-        match = _OF_ONE_RANK.fullmatch(key)
-        return match is not None and match[1] in own and key not in live
-
-    return {name: entry for name, entry in saved.items() if not is_foreign(str(entry.path[0]))}
+    """``saved`` without what other ranks keep for themselves, if ``live`` says which rank this is."""
+    own = {name for name in live if _OF_ONE_RANK.fullmatch(name)}
+    return {
+        name: entry
+        for name, entry in saved.items()
+        if not own or entry.path[0] in own or not _OF_ONE_RANK.fullmatch(str(entry.path[0]))
+    }
 
 
 def _at(tree: Any, path: Path) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, HealthCheck, settings, strategies as st
-from torchtitan.components.checkpointer.dcp_index import outline_of, read_index
+from torchtitan.components.checkpointer.dcp_index import outline_of, read_index, require_match
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError
 from torchtitan.components.checkpointer.templates import snapshots, templates
 
@@ -35,6 +35,8 @@ def save(path: Path, **values: Any) -> None:
 def load(path: Path, **targets: Any) -> None:
     outline = outline_of(read_index(str(path)))
     states = templates(targets, frozenset(targets), outline)
+    others = {str(entry.path[0]) for entry in outline.values()}
+    require_match(str(path), states, other_keys=others, outline=outline)
     dcp.load(states, checkpoint_id=str(path), no_dist=True)
 
 
@@ -105,9 +107,30 @@ def test_entries_of_other_ranks_are_not_read(tmp_path: Path) -> None:
     assert loaded(tmp_path, {"epoch": 0}) == everything
 
 
+def test_numbered_keys_of_a_dict_that_has_grown_are_no_ranks(tmp_path: Path) -> None:
+    save(tmp_path, part={"page_rank_0": 1, "page_rank_1": 2, "rank_1": 3})
+    restored = loaded(tmp_path, {"page_rank_0": 0, "rank_0": 0})
+    assert restored == {"page_rank_0": 1, "page_rank_1": 2, "rank_1": 3}
+
+
+def test_a_plain_dict_is_restored_in_place(tmp_path: Path) -> None:
+    saved = {"part": {"grows": [1, 2], "empty": {}, 3: "x"}}
+    dcp.save(snapshots(saved, frozenset({"part"})), checkpoint_id=str(tmp_path), no_dist=True)
+    live: dict[Any, Any] = {"grows": [], "gone": 1}
+    load(tmp_path, part=live)
+    assert live == saved["part"]
+
+
 def test_a_part_that_was_saved_as_none_is_loaded_as_none(tmp_path: Path) -> None:
     dcp.save({"part": None}, checkpoint_id=str(tmp_path), no_dist=True)
-    assert loaded(tmp_path, {"epoch": 3}) is None
+    assert loaded(tmp_path, {"epoch": 3, "row": torch.ones(1)}) is None
+
+
+def test_a_part_that_was_not_saved_is_reported_as_missing(tmp_path: Path) -> None:
+    save(tmp_path, other={"epoch": 3})
+    with pytest.raises(CheckpointMismatchError, match="2 missing: part.epoch, part.inner.row"):
+        loaded(tmp_path, {"epoch": 3, "inner": {"row": 1}})
+    assert loaded(tmp_path, {}) == {}
 
 
 def test_a_checkpoint_of_another_program_without_paths_can_be_read(tmp_path: Path) -> None:
