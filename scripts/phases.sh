@@ -12,8 +12,8 @@ phase() {
 }
 
 lint_phases() {
-    phase format "$python" -m ufmt check torchtitan tests scripts
-    phase lint "$python" -m flake8 torchtitan tests scripts
+    phase format "$python" -m ufmt check torchtitan tests scripts benchmarks
+    phase lint "$python" -m flake8 torchtitan tests scripts benchmarks
     # Types of the packages come from the interpreter that has them.
     phase types "$python" -m pyrefly check --python-interpreter-path "$python"
 }

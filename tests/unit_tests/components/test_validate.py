@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchtitan.components.data import BaseDataLoader, GrainDataLoader, TrainerBatch
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -84,13 +86,15 @@ def microbatch(rank: int, index: int, masked: bool = False) -> TrainerBatch:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocab: int = VOCAB) -> None:
         super().__init__()
+        generator_state = torch.get_rng_state()
         torch.manual_seed(0)
-        self.tok_embeddings = nn.Embedding(VOCAB, 4)
+        self.tok_embeddings = nn.Embedding(vocab, 4)
         self.layers = nn.ModuleDict({"0": nn.Dropout(0.5)})
         self.norm = nn.RMSNorm(4)
-        self.lm_head = nn.Linear(4, VOCAB, bias=False)
+        self.lm_head = nn.Linear(4, vocab, bias=False)
+        torch.set_rng_state(generator_state)
 
     def get_attention_masks(self, positions: torch.Tensor) -> torch.Tensor:
         return positions == 0
@@ -236,6 +240,47 @@ def test_the_training_does_not_notice(fails: bool) -> None:
     assert draw() == expected
     assert [module.training for module in model.modules()] == modes
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_real_data_moves_neither_the_generators_nor_the_training_data(
+    tmp_path: Path, workers: int
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("all the words of a text that fills some rows " * 9)
+    tokenizer = HuggingFaceTokenizer(tokenizer_path="tests/assets/tokenizer")
+    data = GrainDataLoader.Config(
+        files=[str(text)], cache_dir=str(tmp_path / "cache"), num_workers=workers
+    )
+    layout: dict[str, Any] = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer}
+    sizes = {"max_context_length": TOKENS, "num_tokens_per_batch": TOKENS}
+    with closing(data.build(**layout, **sizes)) as training:
+        next(training)
+        position = training.state_dict()
+        expected = next(training)[1]
+        training.load_state_dict(position)
+        seed()
+        states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+        config = Validator.Config(enable=True, dataloader=data)
+        validator = config.build(
+            parallelism=ParallelismConfig(),
+            parallel_dims=SimpleNamespace(
+                get_optional_mesh=lambda name: None, non_data_parallel_size=1
+            ),
+            loss_fn=CrossEntropyLoss.Config().build(),
+            validation_context=nullcontext,
+            metrics_processor=Reports(),
+            seq_len=TOKENS,
+            num_tokens_per_batch=TOKENS,
+            **layout,
+        )
+        validator.validate([Model(vocab=2048)], 1)
+        assert torch.get_rng_state().equal(states[0])
+        assert (random.getstate(), str(np.random.get_state())) == states[1:]
+        assert training.state_dict() == position
+        assert next(training)[1].equal(expected)
+    # What is no Stateful is in no checkpoint.
+    assert not isinstance(validator, Stateful) and not hasattr(validator, "state_dict")
 
 
 def test_data_without_labels_is_an_error() -> None:

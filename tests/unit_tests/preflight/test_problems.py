@@ -2,10 +2,17 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
-from torchtitan.components.data import GrainDataLoader
+from torchtitan.components.data import (
+    ChatProcessor,
+    FirstFitPackingConfig,
+    GrainDataLoader,
+    IndexedJsonlSource,
+    SingleDatasetConfig,
+)
 from torchtitan.config.violations import EXIT_CODE
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.preflight import parse_or_exit, problems
@@ -157,6 +164,21 @@ def test_bad_lines_of_a_data_file_are_named(config: Trainer.Config, tmp_path: Pa
     assert f"{corpus}, line 2: not JSON" in found
     assert f"{corpus}, line 3" in found
     assert f"{corpus}, line 1" not in found
+
+
+def test_chats_need_a_chat_template_and_are_named_by_line(
+    config: Trainer.Config, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"tests/assets/tokenizer/{name}", tmp_path / name)
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    config.hf_assets_path = str(tmp_path)
+    source = IndexedJsonlSource.Config(patterns=(str(tmp_path / "chats.jsonl"),))
+    chats = SingleDatasetConfig(source=source, processor=ChatProcessor.Config())
+    config.dataloader = GrainDataLoader.Config(dataset=FirstFitPackingConfig(dataset=chats))
+    template, line = problems(config, 1)
+    assert "a chat template was asked for, but the tokenizer has none" in template
+    assert "chats.jsonl, line 1: Expected single-turn messages" in line
 
 
 def test_a_dump_folder_below_a_file_is_refused(config: Trainer.Config, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def planted(tmp_path: Path) -> Path:
     """An empty project with our settings."""
     for name in ("pyproject.toml", ".flake8"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("torchtitan", "tests", "scripts"):
+    for name in ("torchtitan", "tests", "scripts", "benchmarks"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "good.py").write_text("value: int = 1\n")
     return tmp_path
@@ -32,7 +32,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("package", ["torchtitan", "tests", "scripts"])
+@pytest.mark.parametrize("package", ["torchtitan", "tests", "scripts", "benchmarks"])
 def test_pyrefly_finds_a_wrong_type_in_every_folder(planted: Path, package: str) -> None:
     check = ("pyrefly", "check", "--python-interpreter-path", sys.executable)
     assert run(planted, *check).returncode == 0

@@ -53,6 +53,10 @@ class DatasetConfig(ABC):
     def check(self, tokenizer: BaseTokenizer | None = None) -> list[str]:
         """What keeps the data from being read, one message each; changes nothing."""
 
+    @abstractmethod
+    def is_streamed(self) -> bool:
+        """Whether any of the data is a stream."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleDatasetConfig(DatasetConfig):
@@ -75,14 +79,17 @@ class SingleDatasetConfig(DatasetConfig):
     ) -> TokenizedCorpus | DocumentStream:
         processor: SampleProcessor = self.processor.build(context=context)
         maker = DocumentMaker(processor, self.pre_filters, self.post_filters)
-        # The class of the config tells before the data is opened, which may take a while.
-        owner = self.source._owner
-        if owner is not None and issubclass(owner, StreamingDataSource):
+        if self.is_streamed():
             return DocumentStream(self.source, maker, dataset_iteration_policy)
         source: RandomAccessDataSource = self.source.build(
             dataset_iteration_policy=dataset_iteration_policy
         )
         return _tokenized(source, maker, context)
+
+    def is_streamed(self) -> bool:
+        # The class that the config belongs to tells; opening the data may take a while.
+        owner = self.source._owner
+        return owner is not None and issubclass(owner, StreamingDataSource)
 
     def check(self, tokenizer: BaseTokenizer | None = None) -> list[str]:
         problems: list[str] = []

@@ -33,6 +33,8 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.violations import reject
 from torchtitan.tools.logging import logger
 
+_STREAM_BUFFER = 1000
+
 
 def packed_text(files: Sequence[str], text_field: str = "text") -> DatasetConfig:
     """The text of local ``files`` (paths or globs, .jsonl or .txt) in rows of the full context."""
@@ -74,7 +76,7 @@ class GrainDataLoader(BaseDataLoader):
         repeat: bool = True
         """Start the next epoch when the rows are used up; off ends the training there."""
 
-        streaming_shuffle_buffer_size: int = 1000
+        streaming_shuffle_buffer_size: int = _STREAM_BUFFER
         """Documents of a stream that are shuffled among each other, and read again after a resume.
         Corpora are shuffled as a whole."""
 
@@ -147,12 +149,26 @@ class GrainDataLoader(BaseDataLoader):
             if uneven := _uneven_batch(num_tokens_per_batch, max_context_length):
                 problems.append(uneven)
             try:
-                problems += self.chosen_dataset().check(tokenizer)
+                dataset = self.chosen_dataset()
+                problems += [] if dataset.is_streamed() else self._idle_stream_settings()
+                problems += dataset.check(tokenizer)
             except ValueError as error:
                 problems.append(str(error))
             if unwritable := write_problem(cache_root(self.cache_dir)):
                 problems.append(unwritable)
             return problems
+
+        def _idle_stream_settings(self) -> list[str]:
+            changed = {
+                "streaming-shuffle-buffer-size": self.streaming_shuffle_buffer_size
+                != _STREAM_BUFFER,
+                "allow-changed-degree": self.allow_changed_degree,
+            }
+            return [
+                f"--dataloader.{flag} has no effect, because none of the data is a stream; leave it out."
+                for flag, is_changed in changed.items()
+                if is_changed
+            ]
 
     def __init__(
         self,

@@ -111,6 +111,9 @@ class DatasetMixConfig(DatasetConfig):
         found = [message for part in self.datasets for message in part.dataset.check(tokenizer)]
         return list(dict.fromkeys(found))
 
+    def is_streamed(self) -> bool:
+        return any(part.dataset.is_streamed() for part in self.datasets)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetConcatConfig(DatasetConfig):
@@ -151,6 +154,9 @@ class DatasetConcatConfig(DatasetConfig):
     def check(self, tokenizer: BaseTokenizer | None = None) -> list[str]:
         found = [message for part in self.datasets for message in part.check(tokenizer)]
         return list(dict.fromkeys(found))
+
+    def is_streamed(self) -> bool:
+        return any(part.is_streamed() for part in self.datasets)
 
 
 class Turns:

@@ -94,6 +94,9 @@ class _PackingConfig(DatasetConfig):
     def check(self, tokenizer: BaseTokenizer | None = None) -> list[str]:
         return self.dataset.check(tokenizer)
 
+    def is_streamed(self) -> bool:
+        return self.dataset.is_streamed()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConcatThenSplitPackingConfig(_PackingConfig):

@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 import tyro
-from torchtitan.components.data import BaseDataLoader, GrainDataLoader, packed_text
+from torchtitan.components.data import (
+    BaseDataLoader,
+    ConcatThenSplitPackingConfig,
+    GrainDataLoader,
+    packed_text,
+    SingleDatasetConfig,
+)
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.manager import custom_registry
+
+from tests.unit_tests.components.data.streams import LinesStream
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,6 +141,21 @@ def test_check_names_all_problems_at_once(own_text: Path) -> None:
     ]
     assert len(found) == len(starts)
     assert all(text.startswith(start) for text, start in zip(found, starts, strict=True))
+
+
+def test_settings_of_streams_are_refused_for_corpora(own_text: Path) -> None:
+    config = GrainDataLoader.Config(
+        files=["b.txt"], streaming_shuffle_buffer_size=5, allow_changed_degree=True
+    )
+    found = problems(config)
+    assert [message.split()[0] for message in found] == [
+        "--dataloader.streaming-shuffle-buffer-size",
+        "--dataloader.allow-changed-degree",
+    ]
+    stream = LinesStream.Config(path=str(own_text / "a.jsonl"))
+    data = ConcatThenSplitPackingConfig(dataset=SingleDatasetConfig(source=stream))
+    config = GrainDataLoader.Config(dataset=data, streaming_shuffle_buffer_size=5)
+    assert not any("has no effect" in message for message in problems(config))
 
 
 def test_many_broken_lines_are_counted(own_text: Path) -> None:
