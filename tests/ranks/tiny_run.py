@@ -69,6 +69,7 @@ class Recorded(Trainer):
         super().__init__(config)
         self.trace = Trace()
         self.crash_after = crash_after
+        self.draws = False
         self.metrics_processor.logger.add_logger(_Recorder(self.trace))
 
     def post_dataloading_process(
@@ -90,6 +91,10 @@ class Recorded(Trainer):
                 # hand is counted already.
                 self.trace.loaded = state_of(self) | {"step": digest(self.step - 1)}
         super().train_step(data_iterator)
+        for _ in range(1 + dist.get_rank() if self.draws else 0):
+            random.random()
+            np.random.random()
+            torch.rand(())
         self.trace.epochs[self.step] = self.dataloader.state_dict()["epoch"]
 
 
@@ -140,12 +145,12 @@ def generators() -> dict[str, str]:
     }
 
 
-def write_corpus(folder: Path) -> str:
-    """23 documents of different lengths, 20 rows in all; returns the path of the file."""
-    path = folder / "corpus.jsonl"
+def write_corpus(folder: Path, num_documents: int = NUM_DOCUMENTS) -> str:
+    """Documents of different lengths, by default 20 rows in all; returns the path of the file."""
+    path = folder / f"corpus-{num_documents}.jsonl"
     lines = [
         json.dumps({"text": f"document {number} " + "some words of it " * (3 + number % 4)})
-        for number in range(NUM_DOCUMENTS)
+        for number in range(num_documents)
     ]
     path.write_text("\n".join(lines) + "\n")
     return str(path)
@@ -188,13 +193,19 @@ def make_config(folder: Path, name: str, **checkpoint: Any) -> Recorded.Config:
 
 
 def run(
-    config: Recorded.Config, *, crash_after: int | None = None, with_state: bool = True
+    config: Recorded.Config,
+    *,
+    crash_after: int | None = None,
+    with_state: bool = True,
+    draws: bool = False,
 ) -> Trace:
     """Train on this rank, with a process group of its own, to the end or to the crash.
 
-    ``with_state`` off leaves out the state at the end, whose gathering takes a while.
+    ``with_state`` off leaves out the state at the end, whose gathering takes a while. ``draws``
+    makes each rank draw, in each step, as many numbers from every generator as no other rank.
     """
     trainer = Recorded(config, crash_after=crash_after)
+    trainer.draws = draws
     try:
         trainer._train()
     except CrashError:

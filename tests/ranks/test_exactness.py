@@ -1,0 +1,198 @@
+"""A run that stopped and was started again gives the bits of one that never stopped, in every
+layout, save mode and with accumulated gradients.
+
+Each cell stops once; the cells of a layout together stop after the first step (the next one takes
+the end of one epoch and the beginning of another), inside an epoch, exactly at the end of one, and
+after what was the last step. The runs of one number of ranks share one set of processes, but each
+run is a trainer of its own.
+"""
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchtitan.components.data import GrainDataLoader
+from torchtitan.models.common.decoder import Decoder
+
+from tests.ranks.layouts import FSDP_2, FSDP_TP_4, HSDP_4, Layout, samples_in_order, TP_2
+from tests.ranks.pool import run_on_ranks
+from tests.ranks.tiny_run import make_config, Recorded, run, Trace, write_corpus
+
+NUM_STEPS = 5
+ROWS_PER_STEP = 8
+# So step 2 begins the second epoch, and step 3 ends it.
+NUM_ROWS, NUM_DOCUMENTS = 12, 14
+LAYOUTS = [FSDP_2, TP_2, HSDP_4, FSDP_TP_4]
+ACCUMULATIONS = [1, 2]
+MODES = ["disabled", "async", "async_with_pinned_mem"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Where a run ends that another goes on from."""
+
+    name: str
+    after: int
+    finished: bool = False
+    """It was all that was asked for, and more steps come later."""
+
+
+STOPS = [
+    Stop(name="first step", after=1),
+    Stop(name="inside an epoch", after=2),
+    Stop(name="end of an epoch", after=3),
+    Stop(name="finished", after=4, finished=True),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    layout: Layout
+    accumulation: int
+    mode: str
+    stop: Stop
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{self.mode}-accumulation {self.accumulation}-{self.stop.name}"
+
+
+def _cells() -> list[Cell]:
+    axes = product(enumerate(LAYOUTS), enumerate(ACCUMULATIONS), enumerate(MODES))
+    return [
+        Cell(
+            layout=layout,
+            accumulation=accumulation,
+            mode=mode,
+            stop=STOPS[(row + 2 * column + depth) % len(STOPS)],
+        )
+        for (row, layout), (column, accumulation), (depth, mode) in axes
+    ]
+
+
+CELLS = _cells()
+
+
+def straight_and_resumed(folder: str, layout: Layout) -> dict[tuple[int, str], list[Trace]]:
+    """Traces of this rank by accumulation and mode: the straight run, the stopped, the resumed."""
+    traces = {}
+    for accumulation in ACCUMULATIONS:
+        name = f"{layout.name}-{accumulation}"
+        straight = _start_anew(_config(folder, name, layout, accumulation, load_only=True))
+        for cell in CELLS:
+            if (cell.layout, cell.accumulation) == (layout, accumulation):
+                traces[accumulation, cell.mode] = [straight, *_stopped_and_resumed(folder, cell)]
+    return traces
+
+
+def all_of_one_size(folder: str, num_ranks: int) -> dict[str, dict[tuple[int, str], list[Trace]]]:
+    return {
+        layout.name: straight_and_resumed(folder, layout)
+        for layout in LAYOUTS
+        if layout.num_ranks == num_ranks
+    }
+
+
+def _stopped_and_resumed(folder: str, cell: Cell) -> list[Trace]:
+    stop, name = cell.stop, f"{cell.layout.name}-{cell.accumulation}-{cell.mode}"
+
+    def config(**checkpoint: object) -> Recorded.Config:
+        return _config(
+            folder, name, cell.layout, cell.accumulation, async_mode=cell.mode, **checkpoint
+        )
+
+    if stop.finished:
+        first = config(interval=2)
+        first.training.steps = stop.after
+        before = _start_anew(first)
+    else:
+        first = config(interval=stop.after if stop.after > 1 else 1000)
+        first.checkpoint.enable_first_step_checkpoint = stop.after == 1
+        # One more step: it must not change what is being saved.
+        before = _start_anew(first, crash_after=stop.after + 1)
+    return [before, _start_anew(config(load_only=True))]
+
+
+def _config(
+    folder: str, name: str, layout: Layout, accumulation: int, **checkpoint: object
+) -> Recorded.Config:
+    config = make_config(Path(folder), name, **checkpoint)
+    config.training.steps = NUM_STEPS
+    assert isinstance(config.dataloader, GrainDataLoader.Config) and config.model_spec is not None
+    config.dataloader.files = [write_corpus(Path(folder), NUM_DOCUMENTS)]
+    assert isinstance(config.model_spec.model, Decoder.Config)
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    return layout.divide(config, rows_per_step=ROWS_PER_STEP, accumulation=accumulation)
+
+
+def _start_anew(config: Recorded.Config, crash_after: int | None = None) -> Trace:
+    """Run as a new process would, whose generators stand anywhere."""
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    return run(config, crash_after=crash_after, draws=True)
+
+
+@pytest.fixture(scope="module")
+def ranks_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Cell], list[list[Trace]]]:
+    """The traces of a cell, by rank; the runs of as many ranks are all made for the first one."""
+
+    @functools.cache
+    def runs(num_ranks: int) -> list[dict[str, dict[tuple[int, str], list[Trace]]]]:
+        folder = str(tmp_path_factory.mktemp(f"ranks-{num_ranks}"))
+        return run_on_ranks(
+            num_ranks, all_of_one_size, folder, num_ranks, init=False, timeout_seconds=600
+        )
+
+    return lambda cell: [
+        layouts[cell.layout.name][cell.accumulation, cell.mode]
+        for layouts in runs(cell.layout.num_ranks)
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_resuming_gives_the_bits_of_the_run_that_never_stopped(
+    cell: Cell, ranks_of: Callable[[Cell], list[list[Trace]]]
+) -> None:
+    ranks = ranks_of(cell)
+    for straight, before, after in ranks:
+        assert sorted(straight.losses) == list(range(1, NUM_STEPS + 1))
+        assert after.resumed_from == cell.stop.after
+        assert min(after.losses) == cell.stop.after + 1
+        for kind in ("samples", "losses", "learning_rates", "epochs"):
+            whole = getattr(straight, kind)
+            for part in (before, after):
+                for step, value in getattr(part, kind).items():
+                    assert value == whole[step], f"{kind} of step {step}"
+        assert after.state == straight.state
+        assert after.rng == straight.rng
+    assert len({straight.rng["torch"] for straight, *_ in ranks}) == len(ranks)
+    first, *others = (straight for straight, *_ in ranks)
+    assert all(other.losses == first.losses and other.state == first.state for other in others)
+
+
+def test_the_cells_stop_everywhere_in_every_mode() -> None:
+    for layout in LAYOUTS:
+        assert {cell.stop for cell in CELLS if cell.layout == layout} == set(STOPS)
+    for mode in MODES:
+        assert {cell.stop for cell in CELLS if cell.mode == mode} == set(STOPS)
+    assert len(CELLS) == 24
+
+
+@pytest.mark.ranks
+def test_two_epochs_end_with_the_third_step(
+    ranks_of: Callable[[Cell], list[list[Trace]]],
+) -> None:
+    whole = [straight for straight, *_ in ranks_of(CELLS[0])]
+    rows = [row for step in (1, 2, 3) for row in samples_in_order(whole, step, CELLS[0].layout)]
+    assert len(set(rows[:NUM_ROWS])) == NUM_ROWS
+    assert sorted(rows[:NUM_ROWS]) == sorted(rows[NUM_ROWS:])
+    assert [whole[0].epochs[step] for step in (1, 2, 3)] == [0, 1, 2]
