@@ -28,6 +28,7 @@ from torchtitan.config import (
     TrainingConfig,
 )
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.summary import summary
 from torchtitan.observability import structured_logger as sl
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools import utils
@@ -127,6 +128,11 @@ def materialize(
                 compile_config=config.compile,
                 ac_config=config.activation_checkpoint,
                 dump_folder=config.dump_folder,
+            )
+            logger.info(
+                summary(
+                    parallel_dims, config.parallelism, config.activation_checkpoint, config.compile
+                )
             )
         model.to_empty(device="cpu" if is_seed or offloads else device)
         with torch.no_grad():

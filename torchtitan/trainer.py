@@ -241,9 +241,7 @@ class Trainer(TrainStep, Stateful, Configurable):
         num_parameters, flops_per_token = spec.model.get_nparams_and_flops(
             model, training.max_context_length
         )
-        logger.info(
-            f"Built {spec.name} {spec.flavor}: {num_parameters:,} parameters, on {dims.describe()}"
-        )
+        logger.info(f"Built {spec.name} {spec.flavor}: {num_parameters:,} parameters")
         model = assembly.materialize(model, config, dims, self.device)
         self.model_parts = [model]
         assembly.hand_over_head(model, self.loss_fn)

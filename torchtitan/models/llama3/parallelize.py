@@ -8,10 +8,8 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile, is_compiled
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, resolve_fsdp_mesh
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.summary import summary
 from torchtitan.models.common.decoder_sharding import shard_decoder
 from torchtitan.models.llama3.model import Llama3Model
-from torchtitan.tools.logging import logger
 
 
 def parallelize_llama(
@@ -46,5 +44,4 @@ def parallelize_llama(
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
-    logger.info(summary(parallel_dims, parallelism, ac_config, compile_config))
     return model
