@@ -29,7 +29,7 @@ def summary(
         [
             _layout(parallel_dims, parallelism),
             f"activation checkpointing: {_checkpointing(ac_config)}",
-            f"compiled: {_compilation(compile_config)}",
+            f"compiled: {_compilation(compile_config, parallel_dims)}",
         ]
     )
 
@@ -56,6 +56,8 @@ def _checkpointing(ac_config: ActivationCheckpointing.Config | None) -> str:
     return _CHECKPOINTING.get(type(ac_config), type(ac_config).__qualname__)
 
 
-def _compilation(compile_config: CompileConfig) -> str:
+def _compilation(compile_config: CompileConfig, dims: ParallelDims) -> str:
     parts = [name for name in COMPONENTS if is_compiled(compile_config, name)]
+    if dims.tp_enabled and "loss" in parts:
+        parts.remove("loss")  # over a shared vocabulary it stays eager
     return f"{' and '.join(parts)} with {compile_config.backend}" if parts else "nothing"

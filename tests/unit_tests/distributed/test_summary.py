@@ -41,7 +41,7 @@ class OwnAC(FullAC):
             {"dp_shard": 2, "tp": 2},
             ParallelismConfig(),
             MemoryBudgetAC.Config(),
-            CompileConfig(enable=True, components=["model"]),
+            CompileConfig(enable=True),
             "4 ranks = 2 shards x 2 tensor parallel, sequences too; "
             "activation checkpointing: memory-budget; compiled: model with inductor",
         ),
