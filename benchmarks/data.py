@@ -30,17 +30,17 @@ from torchtitan.components.data import (
     DatasetConfig,
     FirstFitPackingConfig,
     GrainDataLoader,
-    packed_text,
 )
 from torchtitan.components.data.corpus import TokenizedCorpus
 from torchtitan.components.data.token_cache import open_store, TokenStore
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-CORPUS = "tests/assets/jargon/jargon.jsonl"
 ROUNDS = 7
+READ_DOCUMENTS, DOCUMENT_TOKENS = 100_000, 201
+"""The made-up corpus that is read; the documents of the Jargon File are as long on average."""
 ROW_TOKENS = 16
-"""Tokens of a row of the made-up corpora; their number of rows is what counts."""
+"""Tokens of a row of the corpora in which a position is restored; their number of rows counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +92,10 @@ def loader_read(loader: GrainDataLoader, num_batches: int) -> float:
 
 def measure_read(work: Path) -> list[dict[str, Any]]:
     """The loader against the bare read, for two sizes of a batch, both packings and with workers."""
-    text = packed_text([str(ROOT / CORPUS)])
-    assert isinstance(text, ConcatThenSplitPackingConfig)
-    fitted = FirstFitPackingConfig(dataset=text.dataset)
+    folder = made_up_corpus(work, READ_DOCUMENTS, DOCUMENT_TOKENS)
+    store = open_store(folder)
+    text = ConcatThenSplitPackingConfig(dataset=MappedTokens(folder=str(folder)))
+    fitted = FirstFitPackingConfig(dataset=MappedTokens(folder=str(folder)))
     cases: list[tuple[str, DatasetConfig, dict[str, Any]]] = [
         ("cut rows, made when asked for", text, {"num_prefetch_batches": 0}),
         ("cut rows, read ahead", text, {}),
@@ -105,8 +106,6 @@ def measure_read(work: Path) -> list[dict[str, Any]]:
     for row_tokens, rows, num_batches in ((256, 4, 400), (2048, 8, 60)):
         for name, data, settings in cases:
             loader = loader_of(data, row_tokens, rows, work, **settings)
-            (folder,) = [path for path in (work / "tokens").iterdir() if path.is_dir()]
-            store = open_store(folder)
             num_tokens = row_tokens * rows
             loader_read(loader, num_batches // 4)
             times = [
@@ -143,18 +142,18 @@ def measure_share(work: Path, num_steps: int) -> dict[str, Any]:
     return {"steps": len(spans["step_end"]), "data_ms": data, "step_ms": step, "share": data / step}
 
 
-def corpus_of_rows(work: Path, num_rows: int) -> Path:
-    """A cache of ``num_rows`` documents of one row each."""
-    folder = work / "tokens" / f"rows-{num_rows}"
+def made_up_corpus(work: Path, num_documents: int, num_inputs: int) -> Path:
+    """A token cache of documents of ``num_inputs`` inputs each."""
+    folder = work / "tokens" / f"made-up-{num_documents}"
     folder.mkdir(parents=True)
-    tokens = np.arange(ROW_TOKENS + 1, dtype=np.uint16)
+    tokens = np.arange(num_inputs + 1, dtype=np.uint16)
     with (folder / "tokens.bin").open("wb") as file:
-        for first in range(0, num_rows, 100_000):
-            np.tile(tokens, min(100_000, num_rows - first)).tofile(file)
-    (np.arange(num_rows + 1, dtype=np.int64) * ROW_TOKENS).tofile(folder / "starts.bin")
+        for first in range(0, num_documents, 100_000):
+            np.tile(tokens, min(100_000, num_documents - first)).tofile(file)
+    (np.arange(num_documents + 1, dtype=np.int64) * num_inputs).tofile(folder / "starts.bin")
     arrays = {
-        "tokens": {"dtype": "uint16", "length": num_rows * (ROW_TOKENS + 1)},
-        "starts": {"dtype": "int64", "length": num_rows + 1},
+        "tokens": {"dtype": "uint16", "length": num_documents * (num_inputs + 1)},
+        "starts": {"dtype": "int64", "length": num_documents + 1},
     }
     notes = {"num_left_out": 0}
     header = {"format": "torchtitan-tokens-2", "arrays": arrays, "notes": notes}
@@ -173,9 +172,8 @@ def restore(loader: GrainDataLoader, state: dict[str, Any], row: int) -> float:
 def measure_restore(work: Path, sizes: Sequence[int]) -> dict[str, Any]:
     loaders = {}
     for num_rows in sizes:
-        data = ConcatThenSplitPackingConfig(
-            dataset=MappedTokens(folder=str(corpus_of_rows(work, num_rows)))
-        )
+        folder = made_up_corpus(work, num_rows, ROW_TOKENS)
+        data = ConcatThenSplitPackingConfig(dataset=MappedTokens(folder=str(folder)))
         loaders[num_rows] = loader_of(data, ROW_TOKENS, 4, work)
     states = {num_rows: loader.state_dict() for num_rows, loader in loaders.items()}
     times: dict[int, list[float]] = {num_rows: [] for num_rows in sizes}

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from benchmarks.data import corpus_of_rows, measure_restore, ROW_TOKENS, table_of
+from benchmarks.data import made_up_corpus, measure_restore, ROW_TOKENS, table_of
 from torchtitan.components.data.token_cache import open_store
 
 
 def test_a_made_up_corpus_is_a_cache_like_any_other(tmp_path: Path) -> None:
-    store = open_store(corpus_of_rows(tmp_path, 30))
+    store = open_store(made_up_corpus(tmp_path, 30, ROW_TOKENS))
     assert (store.num_documents, store.num_inputs) == (30, 30 * ROW_TOKENS)
 
 
