@@ -182,7 +182,10 @@ class Trainer(TrainStep, Stateful, Configurable):
         self.parallel_dims = self.init_distributed()
         # Whoever has state of its own on each rank registers it here, before training starts.
         self.rank_state = RankState(
-            rank=dist.get_rank(), world_size=dist.get_world_size(), device=self.device
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            layout=self.parallel_dims.describe(),
+            device=self.device,
         )
         self.peers = self._watch_peers()
         try:

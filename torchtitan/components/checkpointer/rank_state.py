@@ -4,6 +4,7 @@ Everything else in a checkpoint is the same for all ranks or in shards that fit 
 per rank lies under the number of the rank, as plain text and bytes:
 
     rank_state.world_size                     how many ranks saved
+    rank_state.layout                         how they divided the work, the degrees as text
     rank_state.rank_<r>.python                random.getstate() as JSON
     rank_state.rank_<r>.numpy                 the state of numpy's global generator as JSON
     rank_state.rank_<r>.torch, .cuda, ...     bytes of torch's generators: CPU, the rank's accelerator
@@ -12,7 +13,8 @@ per rank lies under the number of the rank, as plain text and bytes:
 The one fact to know: loading itself and everything built before it draws random numbers, so the
 generators are set last, by ``restore_last``, when nothing of the load is left to do.
 
-A checkpoint of another number of ranks has no generators for these ranks. They are seeded from it:
+A checkpoint of another number of ranks, or of as many in another layout, has no generators for these
+ranks: two that saw different rows may now share a tensor, and must draw alike. They are seeded from it:
 
     seed = first 8 bytes of SHA-256(generator, rank 0's saved generators, step, number of ranks, leader)
 
@@ -40,6 +42,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module
 
 _WORLD_SIZE = "world_size"
+_LAYOUT = "layout"
 
 
 @runtime_checkable
@@ -140,9 +143,11 @@ def _as_tensor(state: bytes) -> torch.Tensor:
 class RankState(Stateful):
     """The random number generators of this rank, and further state that belongs to it alone."""
 
-    def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, *, rank: int, world_size: int, layout: str, device: torch.device) -> None:
+        """``layout`` says how the ranks divide the work; only equal ones are the same layout."""
         self._rank = rank
         self._world_size = world_size
+        self._layout = layout
         self._generators = generators_of(device)
         self._registered: dict[str, Stateful] = {}
         self._loaded: dict[str, Any] | None = None
@@ -151,8 +156,8 @@ class RankState(Stateful):
     def register(self, name: str, state: Stateful) -> None:
         """Save and restore ``state`` per rank; call it before the checkpoint is loaded.
 
-        With another number of ranks it is given the states of all ranks if it is ``Resplittable``;
-        otherwise it stays as it was built, and a line in the log says so.
+        With another number of ranks or another layout it is given the states of all ranks if it is
+        ``Resplittable``; otherwise it stays as it was built, and a line in the log says so.
 
         Raises:
             ValueError: the name is taken or no single word, or ``state`` cannot be saved.
@@ -174,24 +179,25 @@ class RankState(Stateful):
         """The generators and the registered states as they are now."""
         own: dict[str, Any] = {name: item.read() for name, item in self._generators.items()}
         own |= {name: state.state_dict() for name, state in self._registered.items()}
-        return {_WORLD_SIZE: self._world_size, _key(self._rank): own}
+        return {_WORLD_SIZE: self._world_size, _LAYOUT: self._layout, _key(self._rank): own}
 
     def load_template(self, saved: Outline) -> dict[str, Any]:
         """Places for what this rank restores or derives from; most of the other ranks' stays unread."""
-        ranks = {str(entry.path[0]) for entry in saved.values()} - {_WORLD_SIZE}
+        ranks = {str(entry.path[0]) for entry in saved.values()} - {_WORLD_SIZE, _LAYOUT}
         names = {str(entry.path[1]) for entry in saved.values() if len(entry.path) > 1}
         self._passed_over = sorted(names - set(self._generators) - set(self._registered))
         is_resized = len(ranks) != self._world_size
 
         def is_needed(path: tuple[str | int, ...]) -> bool:
             if len(path) == 1:
-                return path[0] == _WORLD_SIZE
+                return path[0] in (_WORLD_SIZE, _LAYOUT)
             rank, name = str(path[0]), str(path[1])
             if name in self._generators:
                 return rank == _key(0) or (rank == _key(self._rank) and not is_resized)
-            if is_resized:
-                return isinstance(self._registered.get(name), Resplittable)
-            return rank == _key(self._rank) and name in self._registered
+            # Whether the layout is another one is known only once the entries are read.
+            if isinstance(self._registered.get(name), Resplittable):
+                return True
+            return rank == _key(self._rank) and name in self._registered and not is_resized
 
         needed = {name: entry for name, entry in saved.items() if is_needed(entry.path)}
         return template_of(needed, encode(self.state_dict()))
@@ -216,8 +222,10 @@ class RankState(Stateful):
                 "generators go on as this start has seeded them"
             )
             return
-        own = loaded.get(_key(self._rank), {}) if saved_ranks == self._world_size else {}
-        fresh = self._restore_registered(loaded, own, saved_ranks)
+        saved_layout = loaded.get(_LAYOUT, self._layout)
+        is_same = (saved_ranks, saved_layout) == (self._world_size, self._layout)
+        own = loaded.get(_key(self._rank), {}) if is_same else {}
+        fresh = self._restore_registered(loaded, own, saved_ranks, is_same=is_same)
         origin = {name: loaded.get(_key(0), {}).get(name) for name in self._generators}
         seeded = []
         for name, generator in self._generators.items():
@@ -226,6 +234,8 @@ class RankState(Stateful):
                 seeded.append(name)
         if saved_ranks != self._world_size:
             reason = f"The checkpoint was saved on {saved_ranks} ranks and this run has {self._world_size}"
+        elif not is_same:
+            reason = f"The checkpoint was saved with {saved_layout} and this run has {self._layout}"
         else:
             reason = "Not everything that the checkpoint holds per rank could be restored"
         if seeded or fresh or self._passed_over:
@@ -241,7 +251,12 @@ class RankState(Stateful):
         }
 
     def _restore_registered(
-        self, loaded: Mapping[str, Any], own: Mapping[str, Any], saved_ranks: int
+        self,
+        loaded: Mapping[str, Any],
+        own: Mapping[str, Any],
+        saved_ranks: int,
+        *,
+        is_same: bool,
     ) -> list[str]:
         """Restore what can be; returns the names of what stays as it was built."""
         fresh = []
@@ -250,7 +265,7 @@ class RankState(Stateful):
             if name in own:
                 state.load_state_dict(own[name])
             elif (
-                saved_ranks != self._world_size
+                not is_same
                 and isinstance(state, Resplittable)
                 and all(name in part for part in everywhere)
             ):

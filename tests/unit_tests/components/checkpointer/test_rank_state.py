@@ -35,8 +35,8 @@ class Shares(Holder):
         self.value = {"items": items[rank::world_size]}
 
 
-def of_rank(rank: int, world_size: int, **registered: Any) -> RankState:
-    state = RankState(rank=rank, world_size=world_size, device=CPU)
+def of_rank(rank: int, world_size: int, layout: str = "shards", **registered: Any) -> RankState:
+    state = RankState(rank=rank, world_size=world_size, layout=layout, device=CPU)
     for name, part in registered.items():
         state.register(name, part)
     return state
@@ -135,6 +135,36 @@ def test_another_number_of_ranks_draws_other_numbers_always_the_same(
     )
 
 
+def test_another_layout_of_as_many_ranks_is_treated_like_another_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = [
+        of_rank(r, 2, "dp 2", items=Shares({"items": items}), seen=Holder([r]))
+        for r, items in enumerate(([1, 4, 9], [2, 3]))
+    ]
+    save(tmp_path, *ranks)
+    found = []
+    for rank in range(2):
+        items, seen = Shares({"items": []}), Holder("fresh")
+        seed(7)  # alike on the ranks that share a tensor now
+        found.append(restored(tmp_path, of_rank(rank, 2, "tp 2", items=items, seen=seen)))
+        assert items.value == {"items": [1, 2, 3, 4, 9][rank::2]} and seen.value == "fresh"
+    assert found[0] == found[1] != expected(0)
+    assert lines(caplog) == [
+        "The checkpoint was saved with dp 2 and this run has tp 2: random number generators "
+        "seeded anew from it: python, numpy, torch; as this start has built it: seen."
+    ]
+
+
+def test_a_checkpoint_that_does_not_name_its_layout_is_of_the_same_one(tmp_path: Path) -> None:
+    saved = of_rank(0, 1, "dp 1")
+    seed(0)
+    draw()
+    state = {key: value for key, value in saved.state_dict().items() if key != "layout"}
+    dcp.save({"rank_state": encode(state)}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert restored(tmp_path, of_rank(0, 1, "tp 1")) == expected(0)
+
+
 def test_registered_state_is_divided_anew_if_it_says_how(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,10 +227,13 @@ def test_the_generator_of_an_accelerator_is_saved_too(
         manual_seed=generator.manual_seed,
     )
     with patch.object(rank_state, "device_module", module):
-        save(tmp_path / "gpu", RankState(rank=0, world_size=1, device=torch.device("cuda", 0)))
+        save(
+            tmp_path / "gpu",
+            RankState(rank=0, world_size=1, layout="shards", device=torch.device("cuda", 0)),
+        )
         save(tmp_path / "cpu", of_rank(0, 1))
         numbers = torch.rand(3, generator=generator).tolist()
-        again = RankState(rank=0, world_size=1, device=torch.device("cuda", 0))
+        again = RankState(rank=0, world_size=1, layout="shards", device=torch.device("cuda", 0))
         restored(tmp_path / "gpu", again)
         assert torch.rand(3, generator=generator).tolist() == numbers
         assert lines(caplog) == []
