@@ -44,12 +44,14 @@ def _count(name: str, what: str) -> int:
 def layout_problems(config: Trainer.Config, world_size: int) -> list[str]:
     """Degrees of parallelism that do not fit ``world_size`` ranks."""
     parallelism = config.parallelism
-    degrees = [
-        getattr(parallelism, name)
+    degrees = {
+        name: getattr(parallelism, name)
         for name in parallelism.__dataclass_fields__
         if name.endswith("_degree")
-    ]
-    if any(degree < 1 and degree != -1 for degree in degrees):
+    }
+    if degrees["data_parallel_shard_degree"] == -1:
+        del degrees["data_parallel_shard_degree"]  # the one that may be left to the others
+    if any(degree < 1 for degree in degrees.values()):
         return []  # reported as a violation of that field already
     return parallel_problems(parallelism, world_size)
 

@@ -87,6 +87,12 @@ def test_violations_across_sections_come_in_one_message(
     assert message.startswith("5 settings cannot be used")
 
 
+@pytest.mark.parametrize("degree", [0, -1])
+def test_a_degree_that_is_no_number_of_ranks_is_refused_once(degree: int, refusal: Refusal) -> None:
+    [message] = refusal([f"--parallelism.tensor_parallel_degree={degree}"])
+    assert f"tensor_parallel_degree is {degree}; it must be greater than 0" in message
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [

@@ -271,4 +271,5 @@ def _check_sequence_parallel(parallelism: Any, training: Any) -> None:
 
 def _degree(parallelism: Any, kind: str) -> int:
     """A degree of 1 where a caller's ``parallelism`` does not speak of that kind."""
-    return getattr(parallelism, f"{kind}_parallel_degree", 1)
+    # Less than 1 is reported as a violation of that field, together with what is said here.
+    return max(getattr(parallelism, f"{kind}_parallel_degree", 1), 1)
