@@ -36,7 +36,10 @@ _SAVED_OPS = (
     "torch_attn._varlen_attn.default",
     "higher_order.flex_attention",
     "_c10d_functional.all_to_all_single.default",
+    # The sums of tensor parallelism, with and without that of sequences. What is gathered is kept nowhere:
+    # it is as many times larger as there are ranks.
     "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
     # The scale of a low-precision cast: tiny, but it costs a pass over the whole tensor.
     "aten.max.default",
 )
