@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.assembly import hand_over_head
