@@ -12,7 +12,7 @@ from torchtitan.components.checkpointer import (
     OPTIMIZER,
     TRAIN_STATE,
 )
-from torchtitan.components.checkpointer.dcp_index import DcpStorage, finder
+from torchtitan.components.checkpointer.dcp_index import DcpStorage, finder, read_index
 from torchtitan.components.checkpointer.errors import CheckpointError
 from torchtitan.components.checkpointer.source import find_start, Request
 from torchtitan.components.checkpointer.state import RANK_STATE
@@ -139,7 +139,9 @@ def _source_problems(config: Trainer.Config, folder: str) -> Iterator[str]:
         own = dcp_finder.look_into(folder)
         if checkpoint.load_step == -1 and own.export_step() >= config.training.steps:
             return  # a finished run, which loads nothing
-        find_start(request, own, dcp_finder)
+        source = find_start(request, own, dcp_finder).source
+        if source is not None and not source.from_hf:
+            read_index(source.path)
     except (CheckpointError, ValueError) as error:
         yield str(error)
     except OSError as error:

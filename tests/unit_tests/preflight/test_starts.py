@@ -85,3 +85,22 @@ def test_a_seed_is_made_from_nothing_whatever_lies_there(config: Trainer.Config,
     assert len(problems(config, 1)) == 1
     config.checkpoint.create_seed_checkpoint = True
     assert problems(config, 1) == []
+
+
+@pytest.mark.parametrize("flag", ["load_step", "initial_load_path", None])
+def test_a_start_from_a_damaged_index_is_refused_before_a_rank_starts(
+    config: Trainer.Config, own: Path, tmp_path: Path, flag: str | None
+) -> None:
+    folder = tmp_path / "other" if flag == "initial_load_path" else own
+    path = put(folder, 7, FULL)
+    Path(path, ".metadata").write_bytes(b"")
+    if flag == "load_step":
+        put(own, 5, FULL)
+        config.checkpoint.load_step = 7
+    elif flag == "initial_load_path":
+        config.checkpoint.initial_load_path = path
+    (problem,) = problems(config, 2)
+    assert f"The index {path}/.metadata cannot be read" in problem and "move it away" in problem
+    if flag == "load_step":
+        config.checkpoint.load_step = -1
+        assert problems(config, 2) == []

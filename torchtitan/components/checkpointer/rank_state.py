@@ -200,7 +200,8 @@ class RankState(Stateful):
             return rank == _key(self._rank) and name in self._registered and not is_resized
 
         needed = {name: entry for name, entry in saved.items() if is_needed(entry.path)}
-        return template_of(needed, encode(self.state_dict()))
+        # What is divided anew gets tensors of its own: its object may write while it still reads.
+        return template_of(needed, {} if is_resized else encode(self.state_dict()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep what was loaded until ``restore_last``."""

@@ -181,6 +181,31 @@ def test_registered_state_is_divided_anew_if_it_says_how(
     assert "as this start has built it: added, seen; not taken over: gone." in line
 
 
+class Sums:
+    """Adds up what all ranks had, in its own tensor."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.total = torch.tensor(numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total.copy_(state_dict["total"])
+
+    def load_state_dicts(self, state_dicts: list[Any], *, rank: int, world_size: int) -> None:
+        self.total.zero_()
+        for state in state_dicts:
+            self.total += state["total"]
+
+
+def test_state_that_is_divided_anew_shares_no_memory_with_what_it_is_given(tmp_path: Path) -> None:
+    save(tmp_path, *(of_rank(rank, 2, sums=Sums(number)) for rank, number in enumerate((3, 4))))
+    sums = Sums(0)
+    restored(tmp_path, of_rank(0, 1, sums=sums))
+    assert sums.total.tolist() == [7]
+
+
 def test_state_that_is_new_or_gone_is_named_with_the_same_ranks_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
