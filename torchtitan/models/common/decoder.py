@@ -232,7 +232,8 @@ class Decoder(BaseModel):
     ) -> torch.Tensor:
         """Logits (T, V), or what goes into ``lm_head`` (T, C) when that is skipped.
 
-        Under tensor parallelism logits are a DTensor of which each rank holds some token ids.
+        Under tensor parallelism logits are a DTensor of which each rank holds some token ids, and the
+        gradients of hidden states are added up over the ranks.
 
         tokens: int64 (T,). positions: int64 (T,), 0 where a document or a row begins; None takes all
         tokens as one document. attention_masks: from ``get_attention_masks``, made here if None.
