@@ -5,14 +5,45 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torchtitan.components.data import ConcatThenSplitPackingConfig, SingleDatasetConfig
+from torchtitan.components.data import (
+    ConcatThenSplitPackingConfig,
+    FirstFitPackingConfig,
+    IndexedJsonlSource,
+    SingleDatasetConfig,
+)
 
-from tests.unit_tests.components.data.streams import LinesStream, MakeLoader, take, write_lines
+from tests.unit_tests.components.data.streams import (
+    ids_of,
+    LinesStream,
+    MakeLoader,
+    take,
+    write_lines,
+)
 
 
 def stream_of(path: Path, **fields: Any) -> ConcatThenSplitPackingConfig:
     source = LinesStream.Config(path=str(path))
     return ConcatThenSplitPackingConfig(dataset=SingleDatasetConfig(source=source, **fields))
+
+
+@pytest.mark.parametrize("packing", [ConcatThenSplitPackingConfig, FirstFitPackingConfig])
+def test_the_rows_are_those_of_the_same_documents_as_a_corpus(
+    make_loader: MakeLoader, corpus: Path, packing: Any
+) -> None:
+    lines = IndexedJsonlSource.Config(patterns=(str(corpus),))
+    rows = [
+        [
+            ids_of(batch)
+            for batch in make_loader(
+                dataset=packing(dataset=SingleDatasetConfig(source=source)),
+                row_length=128,
+                shuffle=False,
+                repeat=False,
+            )
+        ]
+        for source in (lines, LinesStream.Config(path=str(corpus)))
+    ]
+    assert len(rows[0]) > 3 and rows[0] == rows[1]
 
 
 def test_a_changed_number_of_ranks_needs_the_flag(make_loader: MakeLoader, corpus: Path) -> None:

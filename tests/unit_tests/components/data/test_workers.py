@@ -70,6 +70,14 @@ def test_closing_ends_workers_and_whoever_waits_for_them() -> None:
     assert ahead._thread is not None and not ahead._thread.is_alive()
 
 
+def test_workers_at_rest_end_by_themselves() -> None:
+    # One that is killed would leave behind what libraries made for it in the system.
+    stripes = Stripes(numbers, 2)
+    next(stripes)
+    stripes.close()
+    assert [process.exitcode for process, _ in stripes._workers] == [0, 0]
+
+
 def test_a_function_without_a_name_can_go_to_no_worker(
     make_loader: MakeLoader, corpus: Path
 ) -> None:
