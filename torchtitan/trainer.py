@@ -10,7 +10,6 @@ step starts from.
 """
 
 import json
-import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -272,6 +271,7 @@ class Trainer(TrainStep, Stateful, Configurable):
             lr_schedulers=self.lr_schedulers,
             states={TRAIN_STATE: self, RANK_STATE: self.rank_state},
         )
+        self.metrics_processor.checkpointer = self.checkpointer
         self.validator = assembly.build_validator(
             config, share, self.parallel_dims, self.loss_fn, self.metrics_processor
         )
@@ -341,11 +341,9 @@ class Trainer(TrainStep, Stateful, Configurable):
         logger.info("Training completed")
 
     def _save_and_validate(self) -> None:
-        started_at = time.perf_counter()
         is_last = self.step == self.config.training.steps
         if self.checkpointer.save(self.step, last_step=is_last):
             self._saved_step = self.step
-        self.metrics_processor.checkpoint_seconds_since_last_log += time.perf_counter() - started_at
         if self.validator is not None and self.validator.should_validate(self.step):
             with sl.log_trace_span("eval"):
                 self.validator.validate(self.model_parts, self.step)

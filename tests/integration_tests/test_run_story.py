@@ -33,7 +33,8 @@ def test_a_killed_and_resumed_run_tells_one_story(
 
     printed = {**stories[0].losses(), **stories[1].losses()}
     losses = {step: float(re.findall(r"loss: (\S+)", text)[0]) for step, text in printed.items()}
-    shown = read_scalars(tmp_path)[LOSS]
+    scalars = read_scalars(tmp_path)
+    shown = scalars[LOSS]
     assert [step for step, _ in shown] == [1, 2, 3, 4, 5, 6]
     assert dict(shown) == pytest.approx(losses, abs=2e-4)
 
@@ -47,6 +48,11 @@ def test_a_killed_and_resumed_run_tells_one_story(
     for save in saves:
         assert save.blocked_seconds is not None and save.durable_seconds is not None
         assert 0 < save.blocked_seconds <= save.durable_seconds and save.size_mebibytes
+    # The save after step 4 lies between the lines of steps 4 and 5, and no save before step 4's.
+    in_saves = dict(scalars["time_metrics/checkpoint(s)"])
+    blocked_seconds = saves[1].blocked_seconds
+    assert blocked_seconds is not None
+    assert in_saves[5] >= blocked_seconds - 1e-3 and in_saves[4] < blocked_seconds
     assert material.run.repeated()[0] == 1
     for start in material.run.starts:
         for log in start.ranks.values():

@@ -148,7 +148,7 @@ def loop(
     trainer.dataloader.state_dict.side_effect = lambda: {"row": trainer.step}
     trainer.dataloader.load_state_dict.side_effect = lambda state: calls.append(("rewind", state))
     trainer.peers = trainer.gc_handler = MagicMock()
-    trainer.metrics_processor = MagicMock(checkpoint_seconds_since_last_log=0.0)
+    trainer.metrics_processor = MagicMock()
     profiler = MagicMock()
     profiler.build.return_value = nullcontext(MagicMock())
     trainer.config = SimpleNamespace(

@@ -9,8 +9,11 @@ certain backend overrides the hooks with an underscore, never the public methods
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Generator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +87,10 @@ class BaseCheckpointManager(Configurable, ABC):
     save_future: "Future[Any] | None"
     _storage: MovingStorage
     timeout_seconds: float = 600
+    blocked_seconds: float = 0.0
+    """What saving has cost the training thread so far: the saves themselves and the waits for them."""
+
+    _is_counting: bool = False
     # Queued for deletion: a directory that is half gone must not be taken for a save that died.
     _expiring: frozenset[str] = frozenset()
 
@@ -169,18 +176,20 @@ class BaseCheckpointManager(Configurable, ABC):
         """
         if not self.enable:
             return False
-        with sl.log_trace_span("checkpoint_save"):
+        with sl.log_trace_span("checkpoint_save"), self._counted():
             return self._save(curr_step, last_step)
 
     def maybe_wait_for_staging(self) -> None:
         """Block while a save still reads the parameters; call it before they change."""
         if self.enable:
-            self._maybe_wait_for_staging()
+            with self._counted():
+                self._maybe_wait_for_staging()
 
     def maybe_wait_for_saving(self) -> None:
         """Block until the save in flight is durable, and raise its error."""
         if self.enable and self.save_future is not None:
-            self._wait_for_saving()
+            with self._counted():
+                self._wait_for_saving()
 
     def close(self) -> None:
         """Finish the save in flight and the deletions, then raise what went wrong."""
@@ -203,6 +212,19 @@ class BaseCheckpointManager(Configurable, ABC):
             return False
         with within(self.timeout_seconds, f"Looking into {self.folder}"):
             return rank_zero_decides(lambda: self._own_folder().export_step() >= last_step)
+
+    @contextmanager
+    def _counted(self) -> Generator[None]:
+        """Add the time of the block to ``blocked_seconds``; a block within another one counts once."""
+        if self._is_counting:
+            yield
+            return
+        self._is_counting, started_at = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._is_counting = False
+            self.blocked_seconds += time.monotonic() - started_at
 
     @abstractmethod
     def _load(self, step: int) -> bool: ...

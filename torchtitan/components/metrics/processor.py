@@ -1,7 +1,7 @@
 """Turn the counts of a run into rates, once every ``log_freq`` steps, and hand them on.
 
-The trainer counts (tokens, loading times, checkpoint seconds). The one fact to know: nothing is made
-up. Without a known peak there is no MFU, without measured steps no time left.
+The trainer and its checkpointer count (tokens, loading times, seconds in saves). The one fact to know:
+nothing is made up. Without a known peak there is no MFU, without measured steps no time left.
 
     trainer counts -> MetricsProcessor.log -> console line (logging rank)
                                            -> structured log (every rank)
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -52,9 +52,9 @@ def ensure_pp_loss_visible(
 class MetricsProcessor(Configurable):
     """Counts of a run since the last log line, and what is said about them.
 
-    The trainer adds to ``ntokens_since_last_log``, ``data_loading_times`` (seconds, one per batch) and the
-    two ``*_seconds_since_last_log``; it sets ``num_flops_per_token``, ``total_steps`` and, right before its
-    loop, ``start_step``, from which moment time counts.
+    The trainer adds to ``ntokens_since_last_log``, ``data_loading_times`` (seconds, one per batch) and
+    ``validation_seconds_since_last_log``; it sets ``num_flops_per_token``, ``total_steps``, ``checkpointer``
+    and, right before its loop, ``start_step``, from which moment time counts.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -142,7 +142,7 @@ class MetricsProcessor(Configurable):
         self.total_steps: int | None = None
         self.ntokens_since_last_log = 0
         self.data_loading_times: list[float] = []
-        self.checkpoint_seconds_since_last_log = 0.0
+        self.checkpointer: _Blocking | None = None
         self.validation_seconds_since_last_log = 0.0
         self._begin(0)
 
@@ -163,6 +163,7 @@ class MetricsProcessor(Configurable):
     def _begin(self, step: int) -> None:
         self._start_step = self._last_step = step
         self._last_log_seconds = time.perf_counter()
+        self._last_blocked_seconds = self._blocked_seconds()
         self._pace = console.Pace()
 
     def _open_loggers(self) -> None:
@@ -258,7 +259,7 @@ class MetricsProcessor(Configurable):
         self._last_step, self._last_log_seconds = step, now
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
-        self.checkpoint_seconds_since_last_log = 0.0
+        self._last_blocked_seconds = self._blocked_seconds()
         self.validation_seconds_since_last_log = 0.0
         self.device_memory_monitor.reset_peak_stats()
 
@@ -300,19 +301,29 @@ class MetricsProcessor(Configurable):
 
     def _time_metrics(self, seconds: float, num_steps: int) -> dict[str, float]:
         loading = self.data_loading_times
+        blocked_seconds = self._blocked_seconds() - self._last_blocked_seconds
         metrics = {
             "time_metrics/end_to_end(s)": seconds / num_steps,
             "time_metrics/data_loading(s)": sum(loading) / len(loading) if loading else 0.0,
             "time_metrics/data_loading(%)": 100 * sum(loading) / seconds,
-            "time_metrics/checkpoint(s)": self.checkpoint_seconds_since_last_log,
-            "time_metrics/checkpoint(%)": 100 * self.checkpoint_seconds_since_last_log / seconds,
+            "time_metrics/checkpoint(s)": blocked_seconds,
+            "time_metrics/checkpoint(%)": 100 * blocked_seconds / seconds,
         }
         if self.validation_seconds_since_last_log > 0:
             metrics["time_metrics/validation(s)"] = self.validation_seconds_since_last_log
         return metrics
 
+    def _blocked_seconds(self) -> float:
+        return 0.0 if self.checkpointer is None else self.checkpointer.blocked_seconds
+
     def _step_text(self, step: int) -> str:
         return str(step) if self.total_steps is None else f"{step}/{self.total_steps}"
+
+
+class _Blocking(Protocol):
+    """What keeps the training thread from training now and then, and counts for how long."""
+
+    blocked_seconds: float
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

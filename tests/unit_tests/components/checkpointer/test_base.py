@@ -69,6 +69,46 @@ def test_waiting_for_a_save_asks_the_hook_only_when_one_is_in_flight() -> None:
     assert manager.hook_calls == [("saving",), ("staging",)]
 
 
+class Slow(BareManager):
+    """Each hook takes its own time; a save waits for the one before it."""
+
+    def __init__(self, clock: MagicMock) -> None:
+        super().__init__(save_future=MagicMock())
+        self.clock = clock
+
+    def _maybe_wait_for_staging(self) -> None:
+        self.clock.monotonic.return_value += 2.0
+
+    def _wait_for_saving(self) -> None:
+        self.clock.monotonic.return_value += 10.0
+
+    def _save(self, curr_step: int, last_step: bool) -> bool:
+        self.maybe_wait_for_saving()
+        self.clock.monotonic.return_value += 100.0
+        if last_step:
+            raise CheckpointSaveError("disk full")
+        return True
+
+
+def test_whatever_keeps_the_training_thread_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = MagicMock()
+    clock.monotonic.return_value = 1000.0
+    monkeypatch.setattr(base, "time", clock)
+    manager = Slow(clock)
+    assert manager.blocked_seconds == 0.0
+    manager.maybe_wait_for_staging()
+    assert manager.blocked_seconds == 2.0
+    manager.save(1)
+    assert manager.blocked_seconds == 112.0
+    with pytest.raises(CheckpointSaveError):
+        manager.save(2, last_step=True)
+    clock.monotonic.return_value += 5000.0  # training
+    manager.maybe_wait_for_saving()
+    assert manager.blocked_seconds == 232.0
+
+
 def test_the_hooks_must_be_supplied() -> None:
     hooks = {"_load", "_save", "_maybe_wait_for_staging", "_wait_for_saving", "_close"}
     assert hooks <= BaseCheckpointManager.__abstractmethods__

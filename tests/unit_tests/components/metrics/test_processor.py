@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,12 +59,13 @@ def test_the_first_step_and_every_nth_are_logged(tmp_path: Path) -> None:
 
 def test_counts_become_rates_and_start_anew(tmp_path: Path, clock: Clock) -> None:
     built, recorder = processor(tmp_path)
+    built.checkpointer = SimpleNamespace(blocked_seconds=7.0)  # before the loop began
     built.start_step = 20
     built.num_flops_per_token = 10**9
     clock.seconds += 50
     built.ntokens_since_last_log += 4000
     built.data_loading_times += [1.0, 2.0]
-    built.checkpoint_seconds_since_last_log += 3.0
+    built.checkpointer.blocked_seconds += 3.0
     built.validation_seconds_since_last_log += 10.0
     built.log(30, 5.0, 6.0, 0.5, extra_metrics={"lr/AdamW": 0.1})
     ((step, found),) = recorder.logged
