@@ -3,6 +3,8 @@
 A plan that cut nothing would compute the right numbers as well, and so would one that gathers the logits.
 """
 
+import logging
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -120,3 +122,28 @@ def test_a_step_sends_activations_and_two_numbers_a_token() -> None:
         assert selected[:2] == (shared + at_once, shared + norms + again)
         for _, _, clipping in (plain, without):
             assert clipping.total() == 1
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _warned_of(cases: list[Case]) -> list[str]:
+    records = _Records()
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(records)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for case in cases:
+            _sent_in(case)
+    return [str(warning.message) for warning in caught] + records.messages
+
+
+def test_torch_has_nothing_to_warn_of() -> None:
+    # FSDP would of units that return views, DTensor of the norm over two axes.
+    cases = [Case(shard=2), Case(shard=2, chunked=False, sequence_parallel=False)]
+    assert run_on_ranks(4, _warned_of, cases) == [[]] * 4
