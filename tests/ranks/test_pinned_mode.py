@@ -4,10 +4,8 @@ import gc
 import os
 import pickle
 import resource
-import select
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import load as dcp_load
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.tools.signals import StopRequested, StopSignals
 
-from tests.ranks.held_writer import DATA, fill_disk, Hold, hold_next_save, INDEX
+from tests.ranks.held_writer import DATA, Hold, hold_next_save, INDEX
+from tests.ranks.pinned_runs import await_end, children, load_newest, PATIENCE, PINNED, writer_pid
 from tests.ranks.pool import end_of_ranks, run_on_ranks
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
 
 pytestmark = pytest.mark.ranks
-
-PINNED = "async_with_pinned_mem"
-# Starting a writer process takes 3 s of CPU; many at once on few cores take far longer.
-PATIENCE = {"timeout_seconds": 240.0}
 
 
 class Growing:
@@ -85,17 +79,6 @@ def in_use() -> dict[str, int]:
         "processes": len(children()),
         "shared memory": sum("/memfd:" in line or "/dev/shm/" in line for line in mappings),
     }
-
-
-def children() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-
-
-def writer_pid(run: Run) -> int:
-    stager = run.manager.stager
-    assert stager is not None and stager.writer_pid is not None
-    return stager.writer_pid
 
 
 def private_memory(pid: int) -> int:
@@ -183,51 +166,6 @@ def save_in_a_row(folder: Path, mode: str) -> Any:
     return sums, built, used, in_use(), memory, snapshot
 
 
-def load_newest(folder: Path) -> Any:
-    run = build_run(folder, seed=77)
-    run.manager.states["ballast"] = torch.zeros(2 * 2**20)
-    assert run.manager.load()
-    return run.step, run.snapshot()
-
-
-def message_of(action: Callable[..., Any], *arguments: Any) -> str:
-    try:
-        action(*arguments)
-    except CheckpointSaveError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def lose_writers(folder: Path) -> Any:
-    """Rank 1's writer is killed in a save; later its disk is full once."""
-    run = build_run(folder, async_mode=PINNED, keep_latest_k=0)
-    run.manager.states["ballast"] = torch.ones(2 * 2**20)
-    hold = Hold(folder, f"rank-{dist.get_rank()}")
-    held = hold_next_save(hold.make(), DATA)
-    run.train(1)
-    pids = [writer_pid(run)]
-    hold.await_reached()
-    held.stop()
-    if dist.get_rank() == 1:
-        os.kill(pids[0], signal.SIGKILL)
-    else:
-        hold.let_go()  # on to where the ranks wait for each other
-    messages = [message_of(run.train, 2)]
-    run.train(3)
-    pids.append(writer_pid(run))
-    run.manager.maybe_wait_for_saving()
-    full = fill_disk() if dist.get_rank() == 1 else None
-    run.train(4)
-    if full is not None:
-        full.stop()
-    messages.append(message_of(run.train, 5))
-    run.train(6)
-    pids.append(writer_pid(run))
-    snapshot = run.snapshot()
-    run.manager.close()
-    return messages, pids, snapshot, children()
-
-
 def fork_that_keeps_the_connection(run: Run) -> int:
     """A child as data workers are: with it alive, the writer cannot see its socket end."""
     stager = run.manager.stager
@@ -282,17 +220,6 @@ def end_as(folder: Path) -> str:
     return "closed"
 
 
-def await_end(pids: list[int]) -> None:
-    """Wait until processes of which this one is not the parent are gone."""
-    for pid in pids:
-        try:
-            watch = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        assert select.select([watch], [], [], 30)[0], f"process {pid} lives on"
-        os.close(watch)
-
-
 def test_a_checkpoint_is_the_one_that_a_save_in_the_training_thread_makes(tmp_path: Path) -> None:
     pids = run_on_ranks(2, save_what_changes, tmp_path, **PATIENCE)
     assert None not in pids and len(set(pids)) == 2
@@ -325,21 +252,6 @@ def test_saves_in_a_row_never_meet_training_s_collectives_and_use_up_nothing(
     assert names(tmp_path) == ["step-15", "step-16"]
     for step, snapshot in run_on_ranks(2, load_newest, tmp_path):
         assert step == 16 and snapshot == ends[0][5]
-
-
-def test_writers_that_died_are_replaced_on_all_ranks_and_cost_one_save(tmp_path: Path) -> None:
-    ends = run_on_ranks(2, lose_writers, tmp_path, **PATIENCE)
-    for messages, pids, _, left in ends:
-        assert f"step 1 to {tmp_path}/checkpoint/step-1 failed" in messages[0]
-        assert f"the writer process {ends[1][1][0]} was ended by SIGKILL" in messages[0]
-        assert "step 4 to" in messages[1] and "No space left on device" in messages[1]
-        # A full disk is no reason for a new process.
-        assert len(set(pids)) == 2 and pids[1] == pids[2]
-        assert left == []
-    complete = [path.parent.name for path in (tmp_path / "checkpoint").glob("*/.metadata")]
-    assert sorted(complete) == ["step-3", "step-6"]
-    ((step, snapshot),) = run_on_ranks(1, load_newest, tmp_path)
-    assert step == 6 and snapshot == ends[0][2]
 
 
 def test_a_writer_dies_with_its_killed_trainer_and_commits_nothing(tmp_path: Path) -> None:

@@ -284,6 +284,8 @@ class CheckpointManager(BaseCheckpointManager):
         except CheckpointSaveError as error:
             failure = error
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            if not last_step:
+                self._open_stager().prepare(self._flattened_model_states_sd())
             failure = self._settle(failure, needs_writer=not last_step)
         return failure
 

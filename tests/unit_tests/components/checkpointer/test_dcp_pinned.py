@@ -7,7 +7,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 from torchtitan.components.checkpointer import AsyncMode, dcp
-from torchtitan.components.checkpointer.pinned import means, stager
+from torchtitan.components.checkpointer.pinned import memory, stager
 
 from tests.unit_tests.components.checkpointer.runs import build_run, names
 
@@ -54,17 +54,23 @@ def test_a_run_that_never_saves_makes_nothing_and_says_nothing(
     run.manager.close()
 
 
+@pytest.mark.parametrize("settings", [{}, {"interval": 1}, {"enable_first_step_checkpoint": True}])
 def test_a_machine_without_memory_for_the_copy_saves_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(stager, "WriterProcess", started.append)
-    monkeypatch.setattr(means, "available_memory_bytes", lambda: 1000)
-    run = build_run(tmp_path, async_mode=PINNED, interval=2)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    run = build_run(tmp_path, async_mode=PINNED, keep_latest_k=0, **{"interval": 2, **settings})
     run.train(4)
     assert run.manager.async_mode is AsyncMode.DISABLED and run.manager.stager is None
     assert caplog.text.count("From now on training waits for each save") == 1
     assert "only 0.00 GiB of memory are free" in caplog.text and started == []
     run.manager.close()
-    assert names(tmp_path) == ["step-2", "step-4"]
-    assert (tmp_path / "checkpoint/step-4/.metadata").exists()
+    saved = [2, 4] if settings == {} else [1, 2, 4]
+    assert {f"step-{step}" for step in saved} <= set(names(tmp_path))
+    for name in names(tmp_path):
+        assert (tmp_path / f"checkpoint/{name}/.metadata").exists()

@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class Arena:
         self._memory: mmap.mmap | None = None
         self._pinned_at: int | None = None
 
-    def reserve(self, size_bytes: int, *, pin: bool = False) -> bool:
-        """Have at least ``size_bytes``; says whether ``pin`` was done, if it was asked for.
+    def reserve(self, size_bytes: int, *, pin_for: torch.device | None = None) -> bool:
+        """Have at least ``size_bytes``; says whether it is pinned, which ``pin_for`` asks for.
 
         Must not be called while anybody copies. Raises OSError when the system has no more memory:
         the pages are taken here, so that touching them later cannot kill the process.
@@ -66,7 +67,7 @@ class Arena:
             raise
         self._unpin()
         self.attach(wanted)
-        return pin and self._pin()
+        return pin_for is not None and self._pin(pin_for)
 
     def attach(self, size_bytes: int) -> None:
         """Map the first ``size_bytes``, as the other side has reserved them."""
@@ -108,12 +109,20 @@ class Arena:
             os.close(self.fd)
         self.fd = -1
 
-    def _pin(self) -> bool:
+    def _pin(self, device: torch.device) -> bool:
         address = self.tensor(0, (1,), torch.uint8).data_ptr()
-        # Portable: every context of this process may copy into it.
-        status = _cuda().cudaHostRegister(address, self.size_bytes, 1)
-        if int(status) != 0:
-            return False
+
+        def register() -> int:
+            # A new thread stands on device 0, where every rank would then open a context.
+            with torch.accelerator.device_index(device.index):
+                # Portable: every context of this process may copy into it.
+                return int(_cuda().cudaHostRegister(address, self.size_bytes, 1))
+
+        # In a thread of its own: CUDA remembers a failure for the thread that met it, and the next
+        # kernel which that thread starts, in the middle of a training step, would be blamed for it.
+        with ThreadPoolExecutor(1) as once:
+            if once.submit(register).result() != 0:
+                return False
         self._pinned_at = address
         return True
 

@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.staging import StagingOptions
 from torchtitan.components.checkpointer.pinned.arena import anonymous_file
 from torchtitan.tools.logging import logger
 
-_CGROUP = "/sys/fs/cgroup"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
@@ -81,43 +79,3 @@ def obstacle() -> str | None:
     except (AttributeError, OSError) as error:
         return f"this system has no memory that two processes can share (memfd_create: {error})"
     return None
-
-
-def memory_shortage(needed_bytes: int) -> str | None:
-    """Why ``needed_bytes`` more on every rank of this machine are too much, or None."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    available = available_memory_bytes()
-    if available is None or needed_bytes * num_ranks <= available:
-        return None
-    return (
-        f"staging needs {_gib(needed_bytes)} on each of the {num_ranks} ranks of this machine, and only "
-        f"{_gib(available)} of memory are free"
-    )
-
-
-def available_memory_bytes() -> int | None:
-    """Memory that can still be used here, by the machine and by the limit of the container."""
-    found = [_read_number("/proc/meminfo", "MemAvailable:", 1024)]
-    limit = _read_number(f"{_CGROUP}/memory.max")  # "max" is no number: no limit
-    used = _read_number(f"{_CGROUP}/memory.current")
-    if limit is not None and used is not None:
-        # Cached files count as used and give way when memory is needed.
-        cached = _read_number(f"{_CGROUP}/memory.stat", "inactive_file")
-        found.append(limit - used + (cached or 0))
-    return min((number for number in found if number is not None), default=None)
-
-
-def _read_number(path: str, field: str = "", unit: int = 1) -> int | None:
-    """The number behind ``field`` in a file of the kernel, or the file's only one."""
-    try:
-        with open(path, encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith(field):
-                    return int(line.removeprefix(field).split()[0]) * unit
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

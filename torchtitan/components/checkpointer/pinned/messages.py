@@ -5,22 +5,6 @@ The messages are small on purpose: sending one can never block on a writer that 
 
 import pickle
 from dataclasses import dataclass
-from datetime import timedelta
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
-    """How the writer processes of all ranks find each other."""
-
-    rank: int
-    world_size: int
-    host: str
-    """Where rank 0 keeps their store; empty when there is one rank."""
-    port: int
-    generation: int
-    """Counts how often the writers were replaced, which all ranks do together."""
-    timeout: timedelta
-    """For each of their collectives, and so for the slowest rank's write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

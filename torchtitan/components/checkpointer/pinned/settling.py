@@ -22,7 +22,12 @@ class Stager(Protocol):
     @property
     def has_usable_writer(self) -> bool: ...
 
+    @property
+    def lacks_room(self) -> bool: ...
+
     def start_writer(self) -> None: ...
+
+    def take_room(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -40,6 +45,7 @@ class _Report(NamedTuple):
     failure: str | None
     is_echo: bool
     is_usable: bool
+    lacks_room: bool
     shortages: list[str]
 
 
@@ -50,24 +56,31 @@ def settle(
     *,
     needs_writer: bool,
 ) -> Verdict:
-    """Agree, and replace the writer processes of all ranks if one of them is no longer usable.
+    """Agree, and have all that the next save needs, or go without staging on all ranks.
 
-    All together: those that live are still connected to the one that died. Collective over ``group``.
+    Writer processes are replaced on all ranks together, because those that live are still connected
+    to the one that died. Memory is taken once all ranks have looked whether there is enough: what one
+    of them took earlier would be missing for another that looks for both. Collective over ``group``.
 
     Args:
         failure: what this rank's previous save failed with.
-        needs_writer: a save through the writer processes follows.
+        needs_writer: what follows is a save through the writer processes, or prepares for one.
     """
     own = _Report(
         failure=None if failure is None else str(failure),
         is_echo=failure is not None and is_echo(failure),
         is_usable=stager.has_usable_writer,
+        lacks_room=needs_writer and stager.lacks_room,
         shortages=[*stager.shortages],
     )
     reports = gather(own, group)
     shortages = [shortage for report in reports for shortage in report.shortages]
-    if needs_writer and not shortages and not all(report.is_usable for report in reports):
-        stager.start_writer()
+    replaces = needs_writer and not all(report.is_usable for report in reports)
+    grows = any(report.lacks_room for report in reports)
+    if not shortages and (replaces or grows):
+        if replaces:
+            stager.start_writer()
+        stager.take_room()
         shortages = [shortage for found in gather([*stager.shortages], group) for shortage in found]
     if shortages:
         # The memory of one rank does not get larger by waiting, and a mode is one of all ranks.

@@ -1,9 +1,11 @@
 """Copies a state dict into shared memory beside training, and hands it to this rank's writer process.
 
-    stage: snapshot, copies that cannot wait | thread: the others | deliver: the writer process saves
+    prepare: take apart -> (all ranks agree, take_room: settling.py)
+      -> stage: copies that cannot wait | thread: the others | deliver: the writer process saves
 
-A failure on the way never becomes a rank that stays away: it travels as the save's failure through the
-writer processes, which agree on it, and so it is the failure of all ranks.
+What this rank cannot do at all is found out by ``prepare`` and ``take_room``, before a save has begun,
+and noted as a shortage. A failure after that never becomes a rank that stays away: it travels as the
+save's failure through the writer processes, which agree on it, and so it is the failure of all ranks.
 """
 
 import os
@@ -21,9 +23,10 @@ from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.pinned import means, torch_seam
+from torchtitan.components.checkpointer.pinned import means, memory, torch_seam
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
-from torchtitan.components.checkpointer.pinned.messages import Meeting, portable, Request
+from torchtitan.components.checkpointer.pinned.meeting import Meeting
+from torchtitan.components.checkpointer.pinned.messages import portable, Request
 from torchtitan.components.checkpointer.pinned.snapshot import CanWait, Place, Snapshot, take
 from torchtitan.components.checkpointer.pinned.writer_process import WriterProcess
 from torchtitan.tools.logging import logger
@@ -69,6 +72,8 @@ class SharedMemoryStager:
         self._find_can_wait = find_can_wait
         self._arena = Arena()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-staging")
+        self._snapshot: Snapshot | None = None
+        self._prewarms = False
         self._prewarming: Future[None] | None = None
         self._stream = None if self.means.device is None else torch.Stream(self.means.device)
         self._process: WriterProcess | None = None
@@ -99,7 +104,7 @@ class SharedMemoryStager:
                 self.shortages.append(f"the writer processes have no store to meet at: {error}")
                 return
         if self._process is not None:
-            self._process.discard()
+            self._process.end()
         self._generation += 1
         meeting = Meeting(
             rank=rank,
@@ -115,29 +120,55 @@ class SharedMemoryStager:
             self._process = None
             self.shortages.append(f"rank {rank} could not start a writer process: {error}")
 
-    def prewarm(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the memory that ``state_dict`` needs, in the background."""
-        try:
-            plain = {key: _plain(value) for key, value in state_dict.items()}
-            needed = _needed_bytes(take(plain, self._find_can_wait()))
-        except Exception as error:
-            self.shortages.append(str(error))
-            return
-        if shortage := means.memory_shortage(needed):
-            self.shortages.append(shortage)
-        else:
-            self._prewarming = self._executor.submit(self._reserve, needed)
+    @property
+    def lacks_room(self) -> bool:
+        """Whether memory has to be taken for what was prepared."""
+        return self._snapshot is not None and self._missing_bytes(self._snapshot) > 0
 
-    def stage(self, state_dict: Mapping[str, Any]) -> "Future[Staged]":
-        """Begin to copy ``state_dict``; the future ends when every tensor may change again."""
-        assert self._process is not None
-        failed: Future[Staged] = Future()
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Take ``state_dict`` apart for the save that follows, and see whether it can be staged.
+
+        Takes no memory yet. Until ``stage`` is called the state must not change.
+        """
+        self._snapshot, self._prewarms = None, False
         try:
             if self._prewarming is not None:
                 self._prewarming.result()
                 self._prewarming = None
-            snapshot = take(state_dict, self._find_can_wait())
-            self._reserve(_needed_bytes(snapshot))
+            plain = {key: _plain(value) for key, value in state_dict.items()}
+            self._snapshot = take(plain, self._find_can_wait())
+        except Exception as error:
+            self.shortages.append(f"{type(error).__name__}: {error}")
+            return
+        needed = self._missing_bytes(self._snapshot)
+        if not self.has_usable_writer:
+            needed += memory.WRITER_BYTES
+        if needed > 0 and (shortage := memory.shortage(needed)):
+            self.shortages.append(shortage)
+
+    def prewarm(self, state_dict: Mapping[str, Any]) -> None:
+        """Like ``prepare`` on a step without a save: ``take_room`` then returns at once."""
+        self.prepare(state_dict)
+        self._prewarms = True
+
+    def take_room(self) -> None:
+        """Take the memory that is missing."""
+        assert self._snapshot is not None
+        if not self._prewarms:
+            self._reserve(_needed_bytes(self._snapshot))
+            return
+        self._prewarming = self._executor.submit(self._reserve, _needed_bytes(self._snapshot))
+        self._snapshot = None  # the state will be another one when it is saved
+
+    def stage(self, state_dict: Mapping[str, Any]) -> "Future[Staged]":
+        """Begin to copy what was prepared, which is what torch hands over once more.
+
+        The future ends when every tensor may change again.
+        """
+        snapshot, self._snapshot = self._snapshot, None
+        assert self._process is not None and snapshot is not None
+        failed: Future[Staged] = Future()
+        try:
             request = self._put_payload(snapshot)
             self._copy(snapshot.at_once)
             begun = self._mark()
@@ -182,7 +213,8 @@ class SharedMemoryStager:
     def _copy(self, copies: list[tuple[torch.Tensor, Place]]) -> None:
         for source, place in copies:
             target = self._arena.tensor(place.offset, place.shape, place.dtype)
-            target.copy_(source, non_blocking=self._stream is not None)
+            # The side stream is waited for in the end, and no stream of another device.
+            target.copy_(source, non_blocking=source.device == self.means.device)
 
     def _mark(self) -> Any:
         """The point that the training stream has reached, the copies just enqueued included."""
@@ -192,15 +224,20 @@ class SharedMemoryStager:
         event.record(torch.accelerator.current_stream(self.means.device))
         return event
 
+    def _missing_bytes(self, snapshot: Snapshot) -> int:
+        return max(0, _needed_bytes(snapshot) - self._arena.size_bytes)
+
     def _reserve(self, size_bytes: int) -> None:
         if size_bytes <= self._arena.size_bytes:
             return
         try:
-            pinned = self._arena.reserve(size_bytes, pin=self.means.pins)
+            pinned = self._arena.reserve(
+                size_bytes, pin_for=self.means.device if self.means.pins else None
+            )
         except OSError as error:
             needed = f"{size_bytes / 2**30:.2f} GiB"
             self.shortages.append(f"{needed} of shared memory are not to be had: {error}")
-            raise
+            return
         if self.means.pins and not pinned:
             logger.warning(
                 "The memory for staging could not be pinned; copies into it will be slower."

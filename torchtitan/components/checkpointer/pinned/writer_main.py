@@ -27,14 +27,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
 
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.pinned.arena import Arena
-from torchtitan.components.checkpointer.pinned.messages import Meeting, portable, Reply, Request
+from torchtitan.components.checkpointer.pinned.meeting import join
+from torchtitan.components.checkpointer.pinned.messages import portable, Reply, Request
 from torchtitan.components.checkpointer.pinned.snapshot import restore
 
 _PR_SET_PDEATHSIG = 1
@@ -94,14 +94,19 @@ def serve(connection: Connection, arena: Arena, trainer_pid: int) -> None:
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     listener = threading.Thread(target=_listen, args=(connection, requests), daemon=True)
     listener.start()
-    _meet(requests.get())
+    problem: BaseException | None = None
+    try:
+        join(requests.get())
+    except Exception as error:
+        problem = portable(error)  # the answer to whatever is asked
     gc.collect()
     gc.freeze()  # Else each collection below would look at all of torch.
     while True:
         request = requests.get()
-        reply = Reply()
+        reply = Reply(failure=problem)
         try:
-            save(request, arena, trainer_pid)
+            if problem is None:
+                save(request, arena, trainer_pid)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own error is no Exception
             reply = Reply(failure=portable(error))
         # Before the answer: the next request may need another mapping of the memory.
@@ -117,26 +122,6 @@ def _listen(connection: Connection, requests: "queue.SimpleQueue[Any]") -> None:
         # The trainer has closed the connection, or is gone. At once, wherever the main thread is:
         # a tidy end would wait for a save that nobody wants any more.
         os._exit(0)
-
-
-def _meet(meeting: Meeting) -> None:
-    if meeting.world_size == 1:
-        store: dist.Store = dist.HashStore()
-    else:
-        store = dist.TCPStore(
-            meeting.host,
-            meeting.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=meeting.timeout,
-        )
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"writers/{meeting.generation}", store),
-        rank=meeting.rank,
-        world_size=meeting.world_size,
-        timeout=meeting.timeout,
-    )
 
 
 def _die_with_trainer(trainer_pid: int) -> None:

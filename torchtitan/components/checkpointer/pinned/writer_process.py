@@ -12,7 +12,8 @@ import sys
 import threading
 
 from torchtitan.components.checkpointer.pinned.arena import Arena
-from torchtitan.components.checkpointer.pinned.messages import Meeting, Reply, Request
+from torchtitan.components.checkpointer.pinned.meeting import Meeting, report_death
+from torchtitan.components.checkpointer.pinned.messages import Reply, Request
 
 # Deaf to signals before the seconds that importing torch takes: a scheduler signals every process of
 # a job, and the trainer then wants to finish the save in flight.
@@ -34,6 +35,7 @@ class WriterProcess:
     """Starts a process that writes what lies in ``arena``, together with those of the other ranks."""
 
     def __init__(self, arena: Arena, meeting: Meeting) -> None:
+        self._meeting = meeting
         self._timeout = meeting.timeout
         self._connection, theirs = multiprocessing.Pipe()
         # The kernel's own notice of death follows the thread that starts the process, not the trainer.
@@ -81,8 +83,12 @@ class WriterProcess:
             is_answered = self._connection.poll(self._timeout.total_seconds())
             reply = self._connection.recv() if is_answered else None
         except (EOFError, OSError) as error:
+            was_ended = self._is_out_of_step  # by us
             self._is_out_of_step = True
-            raise WriterDiedError(self._obituary()) from error
+            obituary = self._obituary()
+            if not was_ended:
+                report_death(self._meeting, obituary)
+            raise WriterDiedError(obituary) from error
         if reply is None:
             self._kill()
             raise TimeoutError(
@@ -92,25 +98,14 @@ class WriterProcess:
         assert isinstance(reply, Reply)
         return reply
 
-    def discard(self) -> None:
-        """End the process now, whatever it does."""
-        self._kill()
-        with self._in_use:  # whoever waits for an answer has felt its end by now
-            self._connection.close()
-
     def end(self) -> None:
-        """End the process once it is idle, and wait for it."""
-        if not self._in_use.acquire(blocking=False):
-            self.discard()  # somebody has given up waiting for a save
-            return
-        try:
-            self._is_out_of_step = True
-            self._connection.close()  # which it takes for the end of its trainer
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._kill()
-        finally:
-            self._in_use.release()
+        """End the process now; whoever waits for its answer gets a ``WriterDiedError``.
+
+        Idle, it has nothing to finish. It may be starting up still, deaf to everything else.
+        """
+        self._kill()
+        with self._in_use:  # whoever waits has felt it by now
+            self._connection.close()
 
     def _kill(self) -> None:
         self._is_out_of_step = True

@@ -1,5 +1,6 @@
 """The order of things on a machine with an accelerator, whose calls are recorded and not made."""
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ from torchtitan.components.checkpointer.pinned import arena as arena_module, mea
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda", 3)
 
 
 @pytest.fixture
@@ -43,7 +44,18 @@ def calls() -> Iterator[list[str]]:
         def record(self, stream: Any) -> None:
             made.append(f"record an event on {stream}")
 
+    class OnDevice:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            made.append(f"turn to device {self.index}")
+
+        def __exit__(self, *error: Any) -> None:
+            made.append("turn back")
+
     with (
+        patch.object(torch.accelerator, "device_index", OnDevice),
         patch.object(torch, "Stream", Stream),
         patch.object(torch, "Event", Event),
         patch.object(torch.accelerator, "current_stream", return_value="the training stream"),
@@ -69,7 +81,9 @@ def test_copies_follow_what_the_training_stream_has_begun_and_the_future_follows
         copy(copies)
 
     with patch.object(stager, "_copy", recorded):
-        future = stager.stage({"weight": torch.tensor(1), "buffer": torch.tensor(2)})
+        stager.prepare({"weight": torch.tensor(1), "buffer": torch.tensor(2)})
+        stager.take_room()
+        future = stager.stage({})
         future.add_done_callback(lambda _: calls.append("the future is done"))
         future.result(30)
     stager.close()
@@ -86,15 +100,15 @@ def test_copies_follow_what_the_training_stream_has_begun_and_the_future_follows
 
 
 def test_memory_is_pinned_while_it_is_mapped_and_only_then(
-    monkeypatch: pytest.MonkeyPatch,
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = MagicMock()
     driver.cudaHostRegister.return_value = 0
     monkeypatch.setattr(arena_module, "_cuda", lambda: driver)
     arena = Arena()
-    assert arena.reserve(1000, pin=True)
+    assert arena.reserve(1000, pin_for=DEVICE)
     first = arena.tensor(0, (1,), torch.uint8).data_ptr()
-    assert arena.reserve(2 * arena.size_bytes, pin=True)
+    assert arena.reserve(2 * arena.size_bytes, pin_for=DEVICE)
     second = arena.tensor(0, (1,), torch.uint8).data_ptr()
     size = arena.size_bytes
     arena.close()
@@ -106,6 +120,41 @@ def test_memory_is_pinned_while_it_is_mapped_and_only_then(
         ("cudaHostUnregister", second),
     ]
     assert driver.cudaHostRegister.call_args.args[1:] == (size, 1)
+    assert calls == ["turn to device 3", "turn back"] * 2
+
+
+def test_a_failure_to_pin_is_left_in_a_thread_that_runs_nothing_else(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    driver = MagicMock()
+
+    def fail(*arguments: int) -> int:
+        threads.append(threading.current_thread())
+        calls.append("pin")
+        return 2
+
+    driver.cudaHostRegister = fail
+    monkeypatch.setattr(arena_module, "_cuda", lambda: driver)
+    arena = Arena()
+    assert not arena.reserve(1000, pin_for=DEVICE)
+    assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
+    assert calls == ["turn to device 3", "pin", "turn back"]
+    arena.close()
+
+
+def test_only_copies_from_the_own_device_go_unwaited() -> None:
+    class Target:
+        waited: list[bool] = []
+
+        def copy_(self, source: Any, *, non_blocking: bool) -> None:
+            self.waited.append(not non_blocking)
+
+    stager = MagicMock()
+    stager.means.device, stager._arena.tensor.return_value = DEVICE, Target()
+    sources = [MagicMock(device=torch.device(name)) for name in ("cuda:3", "cuda:1", "cpu")]
+    SharedMemoryStager._copy(stager, [(source, MagicMock()) for source in sources])
+    assert Target.waited == [False, True, True]
 
 
 def test_memory_that_cannot_be_pinned_is_used_all_the_same(
@@ -122,7 +171,9 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(
         find_can_wait=lambda: lambda key, tensor: True,
     )
     stager._process = MagicMock()
-    assert stager.stage({"w": torch.ones(3)}).result(30).request.failure is None
+    stager.prepare({"w": torch.ones(3)})
+    stager.take_room()
+    assert stager.stage({}).result(30).request.failure is None
     assert "could not be pinned" in caplog.text
     stager.close()
     driver.cudaHostUnregister.assert_not_called()

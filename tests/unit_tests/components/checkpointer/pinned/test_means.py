@@ -47,33 +47,3 @@ def test_a_torch_that_keeps_its_writer_process_elsewhere_is_refused(
     monkeypatch.delattr(torch_executor, "_CHECKPOINT_PROCESS")
     with pytest.raises(ValueError, match="starts writer processes in another way"):
         means.announce()
-
-
-def test_a_shortage_names_both_numbers_and_counts_the_ranks_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(means, "available_memory_bytes", lambda: 8 * 2**30)
-    assert means.memory_shortage(2 * 2**30) is None
-    shortage = means.memory_shortage(3 * 2**30)
-    assert shortage is not None and "3.00 GiB on each of the 4 ranks" in shortage
-    assert "only 8.00 GiB of memory are free" in shortage
-
-
-def test_free_memory_is_that_of_the_container_if_that_is_less(
-    tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(means, "_CGROUP", str(tmp_path))
-    machine = means.available_memory_bytes()
-    assert machine is not None and machine > 2**28
-    for name, content in (
-        ("memory.max", "1000000\n"),
-        ("memory.current", "700000\n"),
-        ("memory.stat", "anon 5\ninactive_file 200000\n"),
-    ):
-        with open(os.path.join(tmp_path, name), "w") as file:
-            file.write(content)
-    assert means.available_memory_bytes() == 500000
-    with open(os.path.join(tmp_path, "memory.max"), "w") as file:
-        file.write("max\n")
-    assert means.available_memory_bytes() != 500000

@@ -10,10 +10,13 @@ from torchtitan.components.checkpointer.pinned.settling import settle
 
 
 class Stager:
-    def __init__(self, is_usable: bool = True, *shortages: str) -> None:
-        self.has_usable_writer = is_usable
+    def __init__(
+        self, is_usable: bool = True, *shortages: str, lacks_room: bool = False, fails: str = ""
+    ) -> None:
+        self.has_usable_writer, self.lacks_room = is_usable, lacks_room
         self.shortages = list(shortages)
         self.start_writer, self.close = MagicMock(), MagicMock()
+        self.take_room = MagicMock(side_effect=lambda: fails and self.shortages.append(fails))
 
 
 def as_rank(rank: int, failures: list[Any], stagers: list[Stager], **options: Any) -> Any:
@@ -29,6 +32,8 @@ def as_rank(rank: int, failures: list[Any], stagers: list[Stager], **options: An
         for failure, stager in zip(failures, stagers, strict=True):
             with pytest.raises(InterruptedError):
                 settle(stager, failure, None, **options)
+            # What one rank takes early is missing for another that still looks for its own.
+            assert not stager.take_room.called
         patches.setattr(
             settling,
             "gather",
@@ -51,7 +56,11 @@ def lost_connection() -> CheckpointSaveError:
 def test_nothing_happens_while_all_is_well() -> None:
     stagers = [Stager(), Stager()]
     assert as_rank(0, [None, None], stagers, needs_writer=True) == (None, True)
-    assert all(not stager.start_writer.called and not stager.close.called for stager in stagers)
+    for stager in stagers:
+        calls = (
+            stager.start_writer.mock_calls + stager.take_room.mock_calls + stager.close.mock_calls
+        )
+        assert calls == []
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -61,10 +70,24 @@ def test_one_unusable_writer_means_new_ones_on_every_rank(rank: int) -> None:
     stagers[rank].start_writer.assert_called_once_with()
 
 
-def test_no_writer_is_started_for_a_save_that_needs_none() -> None:
-    stagers = [Stager(False)]
+def test_nothing_is_taken_for_a_save_that_needs_no_writer() -> None:
+    stagers = [Stager(False, lacks_room=True)]
     assert as_rank(0, [None], stagers, needs_writer=False) == (None, True)
-    assert not stagers[0].start_writer.called
+    assert not stagers[0].start_writer.called and not stagers[0].take_room.called
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_is_taken_on_all_ranks_where_one_lacks_it(rank: int) -> None:
+    stagers = [Stager(), Stager(lacks_room=True)]
+    assert as_rank(rank, [None, None], stagers, needs_writer=True) == (None, True)
+    stagers[rank].take_room.assert_called_once_with()
+    assert not stagers[rank].start_writer.called
+
+
+def test_memory_that_could_not_be_taken_after_all_ends_staging_at_once() -> None:
+    stagers = [Stager(lacks_room=True, fails="no pages left")]
+    assert as_rank(0, [None], stagers, needs_writer=True) == (None, False)
+    stagers[0].close.assert_called_once_with()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +14,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
-from torchtitan.components.checkpointer.pinned import means, stager as stager_module
+from torchtitan.components.checkpointer.pinned import memory, stager as stager_module
 from torchtitan.components.checkpointer.pinned.arena import Arena
-from torchtitan.components.checkpointer.pinned.messages import Meeting, Request
+from torchtitan.components.checkpointer.pinned.meeting import Meeting
+from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import restore
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager, Staged
 
@@ -43,10 +45,8 @@ class ProcessInThisOne:
         there.close()
         return state
 
-    def discard(self) -> None:
+    def end(self) -> None:
         self.is_open = False
-
-    end = discard
 
 
 @pytest.fixture
@@ -67,8 +67,15 @@ def process_of(stager: SharedMemoryStager) -> Any:
     return stager._process
 
 
+def begin(stager: SharedMemoryStager, state: dict[str, Any]) -> "Future[Staged]":
+    stager.prepare(state)
+    assert stager.shortages == []
+    stager.take_room()
+    return stager.stage(state)
+
+
 def stage(stager: SharedMemoryStager, state: dict[str, Any]) -> Staged:
-    return stager.stage(state).result(30)
+    return begin(stager, state).result(30)
 
 
 def test_only_what_the_optimizer_alone_changes_is_copied_in_the_background(
@@ -78,7 +85,7 @@ def test_only_what_the_optimizer_alone_changes_is_copied_in_the_background(
     gate = threading.Event()
     stager._executor.submit(gate.wait, 30)
     buffer, weight, values = torch.zeros(2), torch.zeros(2), {"rows": [1]}
-    future = stager.stage({"still": weight, "moving": buffer, "plain": values})
+    future = begin(stager, {"still": weight, "moving": buffer, "plain": values})
     # As in the next forward pass, with the copy of the weight still to come.
     buffer.fill_(9.0)
     values["rows"].append(9)
@@ -112,45 +119,78 @@ def test_state_that_changes_its_structure_is_saved_whole_in_memory_that_grows(
 def test_prewarming_takes_the_memory_of_the_first_save(stager: SharedMemoryStager) -> None:
     state = {"still": torch.zeros(3_000_000)}
     stager.start_writer()
+    gate = threading.Event()
+    stager._executor.submit(gate.wait, 30)
     stager.prewarm(state)
-    assert stager._prewarming is not None
-    stager._prewarming.result(30)
+    assert stager.lacks_room
+    stager.take_room()  # beside training
+    assert stager._arena.size_bytes == 0 and not stager.lacks_room
+    gate.set()
+    stager.prepare(state)
     size = stager._arena.size_bytes
-    assert size >= state["still"].nbytes and stager.shortages == []
+    assert size >= state["still"].nbytes and not stager.lacks_room and stager.shortages == []
     stage(stager, state)
     assert stager._arena.size_bytes == size
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 def test_too_little_memory_is_found_out_before_it_is_taken(
+    stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    (stager.prewarm if ahead else stager.prepare)({"still": torch.zeros(3_000_000)})
+    # The copy and the writer process.
+    (shortage,) = stager.shortages
+    assert "0.31 GiB" in shortage and "0.00 GiB" in shortage and stager._arena.size_bytes == 0
+
+
+def test_only_what_is_missing_is_asked_for(
     stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(means, "available_memory_bytes", lambda: 1000)
-    stager.prewarm({"still": torch.zeros(3_000_000)})
-    (shortage,) = stager.shortages
-    assert "0.01 GiB" in shortage and "0.00 GiB" in shortage and stager._arena.size_bytes == 0
+    asked: list[int] = []
+    monkeypatch.setattr(memory, "shortage", asked.append)
+    state = {"still": torch.zeros(3_000_000)}
+    stager.prepare(state)
+    stager.take_room()
+    stager.start_writer()
+    stager.prepare(state)
+    state["more"] = torch.zeros(1_000_000)
+    stager.prepare(state)
+    first, growth = asked
+    assert 12_000_000 + memory.WRITER_BYTES < first < 15_000_000 + memory.WRITER_BYTES
+    assert 2_000_000 < growth < 5_000_000
 
 
-@pytest.mark.parametrize("at", ["reserve", "take", "later"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_memory_that_is_refused_after_all_is_a_shortage_before_the_save(
+    stager: SharedMemoryStager, ahead: bool
+) -> None:
+    state = {"still": torch.ones(2)}
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(os, "posix_fallocate", side_effect=full):
+        (stager.prewarm if ahead else stager.prepare)(state)
+        stager.take_room()
+        if ahead:
+            stager._prewarming.result(30)  # pyrefly: ignore[missing-attribute]
+    assert "not to be had" in stager.shortages[0] and "No space left" in stager.shortages[0]
+
+
+def test_state_that_cannot_be_staged_is_a_shortage_before_the_save(
+    stager: SharedMemoryStager,
+) -> None:
+    stager.prepare({"moving": torch.eye(2).to_sparse()})
+    assert "moving holds a tensor" in stager.shortages[0] and not stager.lacks_room
+
+
 def test_a_failed_copy_travels_to_the_writer_as_the_failure_of_the_save(
-    stager: SharedMemoryStager, at: str
+    stager: SharedMemoryStager,
 ) -> None:
     stager.start_writer()
-    state: dict[str, Any] = {"still": torch.ones(2)}
-    full = OSError(errno.ENOSPC, "No space left on device")
-    if at == "take":
-        state["moving"] = torch.eye(2).to_sparse()
-        staged = stage(stager, state)
-    elif at == "reserve":
-        with patch.object(os, "posix_fallocate", side_effect=full):
-            staged = stage(stager, state)
-        assert "not to be had" in stager.shortages[0]
-    else:
-        with patch.object(stager, "_copy", side_effect=[None, RuntimeError("the device is lost")]):
-            staged = stage(stager, state)
+    with patch.object(stager, "_copy", side_effect=[None, RuntimeError("the device is lost")]):
+        staged = stage(stager, {"still": torch.ones(2)})
     staged.deliver(DurableFileSystemWriter("/a"))
     request = process_of(stager).requests[0]
-    words = {"take": "cannot be", "reserve": "No space left", "later": "the device is lost"}
-    assert words[at] in str(request.failure) and request.path == "/a"
+    assert "the device is lost" in str(request.failure) and request.path == "/a"
 
 
 def test_a_writer_that_does_not_pickle_fails_the_save_and_not_the_delivery(

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
-from torchtitan.components.checkpointer.pinned.messages import Meeting, Request
+from torchtitan.components.checkpointer.pinned.meeting import Meeting
+from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import take
 from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError, WriterProcess
 
@@ -91,7 +92,7 @@ def test_a_killed_process_is_known_before_the_next_save_and_named_by_it(tmp_path
     assert not process.is_usable
     with pytest.raises(WriterDiedError, match=f"{process.pid} was ended by SIGKILL"):
         process.save(request_for(arena, FullDiskWriter(str(tmp_path))))
-    process.discard()
+    process.end()
     arena.close()
 
 

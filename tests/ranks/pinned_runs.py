@@ -1,0 +1,57 @@
+"""What the tests of the mode async_with_pinned_mem share."""
+
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
+
+from tests.unit_tests.components.checkpointer.runs import build_run, Run
+
+PINNED = "async_with_pinned_mem"
+# Starting a writer process takes 3 s of CPU; many at once on few cores take far longer.
+PATIENCE = {"timeout_seconds": 240.0}
+
+
+def children() -> list[int]:
+    """The processes that this one has started and not yet seen end."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
+def writer_pid(run: Run) -> int:
+    """The writer process of this rank."""
+    stager = run.manager.stager
+    assert stager is not None and stager.writer_pid is not None
+    return stager.writer_pid
+
+
+def message_of(action: Callable[..., Any], *arguments: Any) -> str:
+    """What a save that fails in ``action`` says."""
+    try:
+        action(*arguments)
+    except CheckpointSaveError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def load_newest(folder: Path) -> Any:
+    """The step and the state that a restart goes on with."""
+    run = build_run(folder, seed=77)
+    run.manager.states["ballast"] = torch.zeros(2 * 2**20)
+    assert run.manager.load()
+    return run.step, run.snapshot()
+
+
+def await_end(pids: list[int]) -> None:
+    """Wait until processes of which this one is not the parent are gone."""
+    for pid in pids:
+        try:
+            watch = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        assert select.select([watch], [], [], 30)[0], f"process {pid} lives on"
+        os.close(watch)
