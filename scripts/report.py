@@ -121,8 +121,9 @@ def _figures(material: Material) -> Iterator[tuple[str, str]]:
     from scripts import report_figures
 
     curves, starts = material.curves, material.run.starts
-    resumed = [start.resumed_after for start in starts[1:]]
-    marks: dict[str, Any] = {"resumed_after": [step for step in resumed if step]}
+    # Of starts that went on after the same step, the last one is the one whose curve is drawn.
+    numbers = {start.resumed_after: number for number, start in enumerate(starts, start=1)}
+    marks: dict[str, Any] = {"resumed": {s: n for s, n in numbers.items() if s and n > 1}}
     rates = {name[3:]: curve for name, curve in curves.items() if name.startswith("lr/")}
     losses = {"training": curves.get(_LOSS, {}), "validation": curves.get(_VALIDATION, {})}
     memory = {label: curves.get(name, {}) for label, name in _MEMORY.items()}
@@ -163,15 +164,20 @@ def _cards(material: Material) -> Iterator[tuple[str, str, str]]:
     if starts:
         seconds = sum(start.end - start.begin for start in starts)
         ranks = len(starts[-1].ranks)
-        plural = "" if len(starts) == 1 else "s"
-        yield "At work", _duration(seconds), f"{len(starts)} start{plural}, {ranks} ranks"
-        num_repeated, lost = material.run.repeated()
-        if num_repeated:
-            yield "Computed again", f"{num_repeated:,} steps", f"{_duration(lost)} after a restart"
+        yield "At work", _duration(
+            seconds
+        ), f"{_count(len(starts), 'start')}, {_count(ranks, 'rank')}"
+        num_lost, lost_seconds = material.run.lost_steps()
+        if num_lost:
+            yield "Lost to restarts", _count(num_lost, "step"), f"{_duration(lost_seconds)} of work"
     done = [save for save in material.run.saves() if not save.failed]
     if done:
         waited = sum(save.blocked_seconds or 0.0 for save in done)
         yield "Checkpoints", str(len(done)), f"training waited {waited:.2f} s in all"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:
@@ -244,7 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FileNotFoundError as error:
         parser.error(str(error))
     output = options.output or options.run_folder / "report.html"
-    output.write_text(page(material), encoding="utf-8")
+    try:
+        output.write_text(page(material), encoding="utf-8")
+    except OSError as error:
+        parser.error(
+            f"the page cannot be written to {output}: {error}. Name another place with --output."
+        )
     print(f"Wrote {output} ({output.stat().st_size / 2**20:.1f} MiB)")
 
 

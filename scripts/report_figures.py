@@ -34,11 +34,13 @@ _PART_COLORS = {
     "validation": PURPLE,
     "start-up": "#cbd5e1",
     "rest of the step": "#94a3b8",
-    "after the last step": "#e2e8f0",
+    "outside of the steps": "#e2e8f0",
 }
 _OTHER_COLORS = ("#0891b2", "#ca8a04", "#be185d", "#4d7c0f", "#475569")
 # More points than a screen has columns several times over; a browser draws no more in comfort.
 _MAX_POINTS = 20_000
+# More names than this beside each other cover one another.
+_MAX_START_NAMES = 10
 # A part below this share of the time would be a name in the legend and nothing to see.
 _LEAST_SHARE = 0.0005
 
@@ -48,11 +50,11 @@ def curves(
     unit: str,
     named: Mapping[str, Curve],
     *,
-    resumed_after: Sequence[int] = (),
+    resumed: Mapping[int, int] | None = None,
     from_zero: bool = False,
     height: int = 300,
 ) -> go.Figure | None:
-    """Curves over the steps; a dashed line where a start resumed."""
+    """Curves over the steps; ``resumed`` has the number of each start, by the step it went on after."""
     drawn = {name: curve for name, curve in named.items() if curve}
     if not drawn:
         return None
@@ -71,8 +73,10 @@ def curves(
             marker={"size": 5},
             hovertemplate="step %{x}<br>%{y:.5g}<extra>" + name + "</extra>",
         )
-    for number, step in enumerate(resumed_after, start=2):
+    for step, number in (resumed or {}).items():
         figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dot"})
+        if len(resumed or {}) > _MAX_START_NAMES:
+            continue
         figure.add_annotation(
             x=step,
             y=1.0,

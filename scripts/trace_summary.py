@@ -160,8 +160,8 @@ def _together(run: Run) -> Iterator[str]:
             continue
         yield _row(part, [f"{totals[part]:.2f} s", f"{100 * totals[part] / whole:.1f}%"])
     yield _row("all", [f"{sum(totals.values()):.2f} s", "100.0%"])
-    num_repeated, seconds = run.repeated()
-    yield f"  {_count(num_repeated, 'step')} computed again, which had taken {seconds:.2f} s"
+    num_lost, seconds = run.lost_steps()
+    yield f"  {_count(num_lost, 'step')} lost to restarts, which had taken {seconds:.2f} s"
     pairs = zip(run.starts, run.starts[1:], strict=False)
     gaps = sum(max(after.begin - before.end, 0.0) for before, after in pairs)
     yield f"  between the starts: {gaps:.1f} s"
@@ -191,10 +191,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         run = read_run(options.run_folder)
-        if options.trace is not None:
-            generate_gantt_trace(options.run_folder, options.trace)
     except FileNotFoundError as error:
         parser.error(str(error))
+    if options.trace is not None:
+        try:
+            generate_gantt_trace(options.run_folder, options.trace)
+        except OSError as error:
+            parser.error(
+                f"the trace cannot be written to {options.trace}: {error}. Name another file with --trace."
+            )
     print("\n".join(summary(run, all_ranks=options.all_ranks)))
 
 

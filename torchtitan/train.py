@@ -48,7 +48,8 @@ def _prepare() -> Trainer.Config:
     sl.init_structured_logger(
         source="training",
         output_dir=config.dump_folder,
-        enable=config.debug.enable_structured_logging,
+        # A process that plays a rank is no start of the run whose folder it borrows.
+        enable=config.debug.enable_structured_logging and config.comm.mode == "default",
     )
     sl.log_trace_instant("structured_logger_started")
     return config

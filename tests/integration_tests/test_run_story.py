@@ -53,7 +53,7 @@ def test_a_killed_and_resumed_run_tells_one_story(
     blocked_seconds = saves[1].blocked_seconds
     assert blocked_seconds is not None
     assert in_saves[5] >= blocked_seconds - 1e-3 and in_saves[4] < blocked_seconds
-    assert material.run.repeated()[0] == 1
+    assert material.run.lost_steps()[0] == 1
     for start in material.run.starts:
         for log in start.ranks.values():
             assert sum(log.seconds_by_part.values()) == pytest.approx(log.seconds)
@@ -63,4 +63,4 @@ def test_a_killed_and_resumed_run_tells_one_story(
     text = capsys.readouterr().out
     assert "start 1 of 2" in text and "2 ranks, steps 1 to 3" in text
     assert "2 ranks, steps 3 to 6" in text and "closed in order" in text
-    assert "1 step computed again" in text and "3 saves: " in text
+    assert "1 step lost to restarts" in text and "3 saves: " in text

@@ -241,6 +241,22 @@ def quiet_main(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.parametrize(("mode", "writes"), [("default", True), ("fake_backend", False)])
+def test_a_process_that_plays_a_rank_leaves_the_logs_of_the_run(
+    quiet_main: pytest.MonkeyPatch, mode: str, writes: bool
+) -> None:
+    config = train.parse_or_exit()
+    config.debug.enable_structured_logging = True
+    config.comm = SimpleNamespace(mode=mode)  # pyrefly: ignore[bad-assignment]  (stands in)
+    given: dict[str, Any] = {}
+    quiet_main.setattr(
+        train.sl, "init_structured_logger", lambda **keywords: given.update(keywords)
+    )
+    quiet_main.setattr(train, "run", lambda config: None)
+    train.main()
+    assert given["enable"] is writes
+
+
 def test_a_stopped_program_exits_with_the_code_of_its_signal(
     quiet_main: pytest.MonkeyPatch,
 ) -> None:

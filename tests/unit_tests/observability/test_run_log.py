@@ -38,7 +38,7 @@ def test_time_belongs_to_the_innermost_listed_span(tmp_path: Path) -> None:
         "validation": 8,
         "mine": 7,
         "rest of the step": 0.5,
-        "after the last step": 6,
+        "outside of the steps": 6,
     }
     assert found.seconds == 33.75 and found.step_seconds == {1: 18.75}
     assert found.closed_in_order and not found.open_spans
@@ -134,8 +134,8 @@ def test_a_later_start_replaces_what_it_did_again(tmp_path: Path) -> None:
     ]
     assert run.curve(LOSS) == {n: n + 0.5 * (n > 4) for n in range(1, 11)}
     assert run.curve("throughput(tps)") == dict.fromkeys(range(1, 11), 100.5)
-    num_repeated, seconds = run.repeated()
-    assert num_repeated == 3 and seconds == pytest.approx(3 * 1.3)
+    num_lost, seconds = run.lost_steps()
+    assert num_lost == 3 and seconds == pytest.approx(3 * 1.3)
     assert [s.closed_in_order for s in run.starts] == [False, True]
 
 
@@ -168,6 +168,12 @@ def test_a_rank_is_in_a_start_once_also_if_the_clocks_disagree(tmp_path: Path) -
 
 def test_a_folder_without_logs_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"no structured logs in {tmp_path}"):
+        read_run(tmp_path)
+
+
+def test_files_of_another_kind_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a document"}\n')
+    with pytest.raises(FileNotFoundError, match=f"no record of a run in data.jsonl in {tmp_path}"):
         read_run(tmp_path)
 
 

@@ -71,7 +71,8 @@ def test_the_cards_and_the_table_say_what_happened(run_folder: Path) -> None:
     for expected in (
         ["Training loss", "10.5000", "at step 10"],
         ["Throughput", "100", "tokens/s of a rank, median"],
-        ["Computed again", "3 steps", "4 s after a restart"],
+        ["At work", "19 s", "2 starts, 2 ranks"],
+        ["Lost to restarts", "3 steps", "4 s of work"],
         ["Checkpoints", "2", "training waited 1.75 s in all"],
         ["durable", "0.25 s", "2.00 s", "48.00 MiB"],
     ):
@@ -105,6 +106,16 @@ def test_a_run_that_logged_nothing_yet_has_a_page(tmp_path: Path) -> None:
     assert "Where the time went" in write(tmp_path)
 
 
+def test_a_start_keeps_its_number_where_others_have_no_line(tmp_path: Path) -> None:
+    Rank(tmp_path, at=1000).train(range(1, 5))
+    Rank(tmp_path, at=1100)  # failed before its first step
+    Rank(tmp_path, at=1200).train(range(4, 9))
+    Rank(tmp_path, at=1300).train(range(4, 9))  # from the same checkpoint once more
+    starts = report.collect(tmp_path).run.starts
+    assert [start.resumed_after for start in starts] == [0, None, 3, 3]
+    assert set(re.findall(r'"text":"(start \d+)"', write(tmp_path))) == {"start 4"}
+
+
 def test_the_name_of_the_folder_is_no_markup(tmp_path: Path) -> None:
     folder = tmp_path / "<b>run"
     two_starts(folder)
@@ -123,6 +134,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert "Name the --dump_folder of a run" in refusal(capsys, str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path, capsys: Any) -> None:
+    two_starts(tmp_path)
+    text = refusal(capsys, str(tmp_path), "--output", str(tmp_path / "no" / "page.html"))
+    assert "cannot be written" in text and "--output" in text
 
 
 def test_a_missing_plotly_is_named(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

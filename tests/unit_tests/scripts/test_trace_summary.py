@@ -40,7 +40,7 @@ def test_each_start_and_all_together(tmp_path: Path, capsys) -> None:
     assert "1 save: " in second and "; 1 failed" in second
     assert row(second, "checkpoint load")[0] == "0.50 s"
     assert row(together, "data") == ["2.00 s", "10.8%"]
-    assert "3 steps computed again, which had taken 3.90 s" in together
+    assert "3 steps lost to restarts, which had taken 3.90 s" in together
     assert "between the starts: " in together
     assert "2 last lines cut off" in text and "damaged" not in text
 
@@ -64,6 +64,14 @@ def test_a_run_that_never_began_and_damaged_lines_are_told(tmp_path: Path, capsy
     assert "torch_distributed_teardown" in (tmp_path / "trace.json").read_text()
     assert "1 start, no step was finished" in text and row(text, "start-up")[0] == "1.00 s"
     assert "2 damaged lines passed over" in text
+
+
+def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path, capsys) -> None:
+    Rank(tmp_path).train(range(1, 3))
+    with pytest.raises(SystemExit) as stop:
+        trace_summary.main([str(tmp_path), "--trace", str(tmp_path / "no" / "trace.json")])
+    assert stop.value.code == 2
+    assert re.search("cannot be written to .*trace.json: .*--trace", capsys.readouterr().err)
 
 
 def test_it_runs_from_anywhere_with_nothing_but_python(tmp_path: Path) -> None:

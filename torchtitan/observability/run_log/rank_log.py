@@ -16,7 +16,7 @@ from torchtitan.observability.run_log.records import BrokenLines, read_records
 
 START_UP = "start-up"
 REST = "rest of the step"
-OUTSIDE = "after the last step"
+OUTSIDE = "outside of the steps"
 
 # Span -> what it counts as. A span that is not listed counts under its own name within a step, and as
 # start-up before the first one.

@@ -4,7 +4,7 @@ The one fact to know: the later start wins. A start that goes on after step N re
 earlier starts did beyond N, in the curves and in the count of steps; the time they took is gone
 all the same, and is counted.
 
-    files -> RankLog each -> starts (overlapping in time, each rank once) -> curves, repeated steps
+    files -> RankLog each -> starts (overlapping in time, each rank once) -> curves, lost steps
 """
 
 from collections.abc import Iterable
@@ -108,8 +108,8 @@ class Run:
             (save for log in self._logs() for save in log.saves), key=lambda save: save.reported_at
         )
 
-    def repeated(self) -> tuple[int, float]:
-        """How many steps a later start computed again, and the seconds that these had taken."""
+    def lost_steps(self) -> tuple[int, float]:
+        """How many steps no later start built on, and the seconds that these had taken."""
         num_steps, seconds = 0, 0.0
         for index, start in enumerate(self.starts):
             later = [each.resumed_after for each in self.starts[index + 1 :]]
@@ -139,6 +139,11 @@ def read_run(folder: Path) -> Run:
     else:
         with ProcessPoolExecutor() as pool:
             logs = list(pool.map(read_rank_log, paths))
+    if not any(log.num_records for log in logs):
+        raise FileNotFoundError(
+            f"no record of a run in {', '.join(path.name for path in paths[:3])} in {paths[0].parent}. Name "
+            "the --dump_folder of a run; one that has just begun has no records yet."
+        )
     return Run(folder=folder, starts=group_starts([log for log in logs if log.num_records]))
 
 
