@@ -63,8 +63,9 @@ class HuggingFaceConfig(SourceConfig):
             )
 
     def describe(self) -> str:
-        kwargs = sorted(self.load_dataset_kwargs.items())
-        return f"{self.path} {self.name} {self.split} {self.revision} {kwargs!r}"
+        details = {"revision": self.revision} if self.revision else {}
+        named = sorted({**details, **self.load_dataset_kwargs}.items())
+        return " ".join([self.place(), *(f"{key}={value!r}" for key, value in named)])
 
     def place(self) -> str:
         """How a message names the data."""

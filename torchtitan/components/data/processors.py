@@ -8,7 +8,7 @@ output can. The one fact to know: labels are shifted here, and nowhere after.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
@@ -20,6 +20,7 @@ from torchtitan.components.data.functions import describe_function
 from torchtitan.components.data.types import DatasetBuildContext, TextSequence
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import Configurable
+from torchtitan.config.configurable import to_plain
 from torchtitan.config.violations import reject
 
 # A long text is encoded in pieces, a few at a time: the library needs some hundred bytes of memory
@@ -39,7 +40,12 @@ class SampleProcessor(Configurable, ABC):
     class Config(Configurable.Config):
         def describe(self, context: DatasetBuildContext) -> str:
             """What decides the output besides document and tokenizer files, for the fingerprint."""
-            return f"{type(self).__qualname__} {self.to_dict()}"
+            settings = {
+                item.name: describe_function(value) if callable(value) else to_plain(value)
+                for item in fields(self)
+                for value in [getattr(self, item.name)]
+            }
+            return f"{type(self).__qualname__} {settings}"
 
         def check(self, record: Record) -> str | None:
             """What keeps ``record`` from being processed, found without a tokenizer."""

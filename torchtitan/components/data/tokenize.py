@@ -44,7 +44,9 @@ class DocumentMaker:
             for kind, functions in (("pre", self.pre_filters), ("post", self.post_filters))
             for function in functions
         ]
-        return "\n".join([self.processor.config.describe(context), *filters])
+        # A subclass may inherit what describes its settings, and do something else.
+        processor = type(self.processor).__qualname__
+        return "\n".join([f"{processor}: {self.processor.config.describe(context)}", *filters])
 
     def make(self, records: Sequence[Record], first_number: int) -> list[TextSequence | None]:
         """The tokens of each record; None for those that are left out."""

@@ -9,6 +9,8 @@ from torchtitan.components.data import (
     ChatProcessor,
     DatasetBuildContext,
     FirstFitPackingConfig,
+    HuggingFaceRandomAccessSource,
+    HuggingFaceStreamingSource,
     IndexedJsonlSource,
     SingleDatasetConfig,
 )
@@ -160,6 +162,21 @@ def test_labels_survive_the_cache_and_packing(
     assert tokenizer.decode(labels[labels != -100].tolist()) == " a0 a1 a2 a3 a4"
     num_padding = int((inputs["input"] == 0).sum()) - 5  # Each begins with token 0.
     assert (labels[-num_padding:] == -100).all()
+
+
+@pytest.mark.parametrize("source", [HuggingFaceRandomAccessSource, HuggingFaceStreamingSource])
+def test_conversations_may_come_from_hugging_face(
+    make_loader: MakeLoader, tmp_path: Path, tokenizer: HuggingFaceTokenizer, source: Any
+) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text("".join(json.dumps(chat(f"q{n}", f"a{n}")) + "\n" for n in range(5)))
+    kwargs = {"data_files": str(path), "cache_dir": str(tmp_path / "hf")}
+    config = source.Config(path="json", split="train", load_dataset_kwargs=kwargs)
+    data = SingleDatasetConfig(source=config, processor=ChatProcessor.Config())
+    assert data.check(tokenizer) == []
+    loader = make_loader(dataset=FirstFitPackingConfig(dataset=data), row_length=128, shuffle=False)
+    _, labels = next(loader)
+    assert tokenizer.decode(labels[labels != -100].tolist()) == " a0 a1 a2 a3 a4"
 
 
 def test_a_changed_template_is_noticed_at_a_resume(

@@ -172,12 +172,37 @@ def test_a_processor_of_ones_own_keeps_its_labels(make_loader: MakeLoader, corpu
     assert inputs["input"].tolist()[0] in (5, 6) and (labels[starts] != 6).all()
 
 
+def test_a_processor_of_ones_own_is_told_by_its_settings(tokenizer: HuggingFaceTokenizer) -> None:
+    context = DatasetBuildContext(tokenizer=tokenizer, max_context_length=8, num_tokens_per_batch=8)
+    descriptions = [
+        Masked.Config(count=count, keep=keep).describe(context)
+        for count, keep in ((1, is_short), (1, is_short), (2, is_short), (1, threshold(3)))
+    ]
+    plain, loud = [
+        DocumentMaker(kind.Config().build(context=context)).describe(context)
+        for kind in (TextProcessor, Loud)
+    ]
+    assert plain != loud
+    # No address of an object in them, which would be another one in the next run.
+    assert descriptions[0] == descriptions[1] and " at 0x" not in descriptions[0]
+    assert len(set(descriptions)) == 3
+
+
+class Loud(TextProcessor):
+    """Differs from its base in what it does, not in its settings."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TextProcessor.Config):
+        pass
+
+
 class Masked(SampleProcessor):
     """Five tokens, the first of which is not learned."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SampleProcessor.Config):
-        pass
+        count: int = 1
+        keep: Callable[..., bool] = is_short
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> TextSequence | None:
         return TextSequence(input_ids=np.array([5, 6, 6, 6]), labels=np.array([-100, 6, 6, 7]))

@@ -11,6 +11,7 @@ from torchtitan.components.data import (
     IndexedJsonlSource,
     SingleDatasetConfig,
     TextProcessor,
+    workers,
 )
 from torchtitan.components.data.engine import ThreadReadAhead
 from torchtitan.components.data.workers import Stripes
@@ -34,13 +35,13 @@ def endless(stripe: int, num_stripes: int) -> Iterator[int]:
 
 
 def test_items_come_in_the_order_of_one_process() -> None:
-    for workers in (1, 3):
-        stripes = Stripes(numbers, workers)
+    for num_workers in (1, 3):
+        stripes = Stripes(numbers, num_workers)
         found = list(stripes)
         stripes.close()
         assert [number for number, _ in found] == list(range(7))
         processes = {process for _, process in found}
-        assert len(processes) == workers and os.getpid() not in processes
+        assert len(processes) == num_workers and os.getpid() not in processes
 
 
 def test_an_error_is_raised_where_its_item_was_due() -> None:
@@ -51,6 +52,13 @@ def test_an_error_is_raised_where_its_item_was_due() -> None:
     stripes.close()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that never notice the end are killed at once."""
+    monkeypatch.setattr(workers, "_END_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_killed_worker_is_named_and_not_waited_for() -> None:
     stripes = Stripes(endless, 2)
     os.kill(next(stripes), signal.SIGKILL)
@@ -60,6 +68,7 @@ def test_a_killed_worker_is_named_and_not_waited_for() -> None:
     stripes.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_closing_ends_workers_and_whoever_waits_for_them() -> None:
     stripes = Stripes(endless, 1)
     ahead = ThreadReadAhead(stripes, 1, stripes.close)
