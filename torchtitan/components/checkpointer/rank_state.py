@@ -200,8 +200,13 @@ class RankState(Stateful):
             return rank == _key(self._rank) and name in self._registered and not is_resized
 
         needed = {name: entry for name, entry in saved.items() if is_needed(entry.path)}
-        # What is divided anew gets tensors of its own: its object may write while it still reads.
-        return template_of(needed, {} if is_resized else encode(self.state_dict()))
+        # What may be divided anew gets tensors of its own: its object may write while it still reads.
+        live = {
+            name: state.state_dict()
+            for name, state in self._registered.items()
+            if not isinstance(state, Resplittable)
+        }
+        return template_of(needed, encode({_key(self._rank): live}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep what was loaded until ``restore_last``."""

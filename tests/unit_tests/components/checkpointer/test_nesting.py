@@ -48,10 +48,13 @@ def test_what_dcp_would_lose_is_marked() -> None:
 
 def test_an_encoded_state_does_not_change_with_the_object_it_came_from() -> None:
     rows: list[Any] = [1, [2]]
-    encoded = encode({"rows": rows, "seen": {"a": rows}, "set": {1}})
+    kept = {1}
+    encoded = encode({"rows": rows, "seen": {"a": rows}, "set": kept, "pair": (0, rows)})
     rows[1].append(3)
     rows.append(4)
+    kept.add(2)
     assert encoded["rows"] == [1, [2]] == encoded["seen"]["a"]
+    assert encoded["set"] == {1} and encoded["pair"] == (0, [1, [2]])
 
 
 def test_a_key_that_cannot_be_written_is_refused() -> None:

@@ -78,10 +78,14 @@ def test_what_was_frozen_while_saving_keeps_its_moments_if_it_is_frozen_again() 
     container = adamw(model)
     train(model, container, range(2))
     saved = dict(container.state_dict())
-    second = adamw(other)
+    second, third = adamw(other), adamw(other)
     other.get_parameter("0.weight").requires_grad_(False)
     resumed(saved, second)
     assert bits_of(second.state_dict()) == bits_of(saved)
+    third.load_template(index_of(saved))
+    third.load_state_dict(saved)
+    train(model, container, range(2, 3))
+    assert bits_of(third.state_dict()) == bits_of(second.state_dict()), "no memory is shared"
 
 
 def test_a_parameter_that_was_no_part_of_the_optimizer_follows_its_group(
