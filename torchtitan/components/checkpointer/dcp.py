@@ -8,6 +8,7 @@ because on the training group they would interleave with training's and dead-loc
     _load -> _choose_start -> dcp_reading.restore -> dcp_load -> dcp.load -> the states
 """
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -230,6 +231,7 @@ class CheckpointManager(BaseCheckpointManager):
                 self._prewarm()
             return False
         sl.add_step_tag("checkpoint_save")
+        due_at = time.monotonic()
         earlier_failure = self._settle_previous(last_step)
         if earlier_failure is not None and not last_step:
             raise earlier_failure  # after the last step, the last chance to keep the work comes first
@@ -241,6 +243,7 @@ class CheckpointManager(BaseCheckpointManager):
             self._storage,
             background=mode is not AsyncMode.DISABLED,
             is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
+            due_at=due_at,
         )
         try:
             with patience(timedelta(seconds=self.timeout_seconds)):

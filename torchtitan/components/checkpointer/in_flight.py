@@ -7,6 +7,7 @@ the checkpoint is durable.
 """
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -40,7 +41,8 @@ def await_staging(
             "only async_with_pinned_mem stages in the background."
         )
     try:
-        with sl.log_trace_span("checkpoint_wait_staging"):
+        waiting = nullcontext() if report is None else report.training_waits()
+        with sl.log_trace_span("checkpoint_wait_staging"), waiting:
             result_within(future, limit_seconds)
     except FAILURES as error:
         if report is None or not is_late(error):

@@ -1,12 +1,17 @@
 """Tell the user and the trace how long a save took and how large it is.
 
+Both are counted from the moment the save was due: a training that has to wait for the save before it
+waits because of this one.
+
 The future's callback and the thread that waits for the future race to be first; whoever is first
 reports, so the line is printed once and never after the run's last line.
 """
 
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from torchtitan.components.checkpointer.errors import cause_of
@@ -21,15 +26,25 @@ class SaveReport:
     """One save: what it cost the training thread, and when it was durable."""
 
     def __init__(
-        self, step: int, path: str, storage: MovingStorage, *, background: bool, is_speaker: bool
+        self,
+        step: int,
+        path: str,
+        storage: MovingStorage,
+        *,
+        background: bool,
+        is_speaker: bool,
+        due_at: float | None = None,
     ) -> None:
+        """``due_at`` is that moment on ``time.monotonic``; None is now."""
         self.step = step
         self.path = path
         self._storage = storage
         self._background = background
         self._is_speaker = is_speaker
-        self._started_at = self._dispatched_at = time.monotonic()
+        self._dispatched_at = time.monotonic()
+        self._due_at = self._dispatched_at if due_at is None else due_at
         self._blocked_seconds = 0.0
+        self._waiting_since: float | None = None
         self._lock = threading.Lock()
         self._reported = False
 
@@ -39,7 +54,18 @@ class SaveReport:
 
     def handed_over(self) -> None:
         """The training thread goes on from here."""
-        self._blocked_seconds = time.monotonic() - self._started_at
+        self._blocked_seconds = time.monotonic() - self._due_at
+
+    @contextmanager
+    def training_waits(self) -> Generator[None]:
+        """The training thread went on, but has to stop for the length of the block."""
+        self._waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocked_seconds += time.monotonic() - self._waiting_since
+                self._waiting_since = None
 
     def completed(self, future: "Future[Any]") -> None:
         """Report a background save; only the first call does anything."""
@@ -63,20 +89,22 @@ class SaveReport:
         self._succeeded("sync")
 
     def _succeeded(self, mode: str) -> None:
-        seconds = time.monotonic() - self._dispatched_at
-        durable_seconds = time.monotonic() - self._started_at
+        now = time.monotonic()
+        seconds, durable_seconds = now - self._dispatched_at, now - self._due_at
         sl.log_trace_scalar({_SCALAR.format(mode=mode): seconds * 1000.0})
         if not self._is_speaker:
             return
         size_bytes = self._size_bytes()
         size = "unknown size" if size_bytes is None else f"{size_bytes / 2**20:.1f} MiB"
-        waited = f", training waited {self._blocked_seconds:.2f} s" if self._background else ""
+        # What is waited for is done, but the training thread may not know it yet.
+        still = 0.0 if self._waiting_since is None else now - self._waiting_since
+        blocked_seconds = self._blocked_seconds + still if self._background else durable_seconds
+        waited = f", training waited {blocked_seconds:.2f} s" if self._background else ""
         logger.info(
             f"Saved checkpoint of step {self.step}: {size} in {seconds:.2f} s{waited} ({self.path})"
         )
         # The step of the save comes first and marks the others as its own: by now training is at
         # another step. All of them come from this thread, one after the other.
-        blocked_seconds = self._blocked_seconds if self._background else durable_seconds
         scalars: dict[str, int | float] = {
             "checkpoint/step": self.step,
             "checkpoint/blocked(s)": blocked_seconds,

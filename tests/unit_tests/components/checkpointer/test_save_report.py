@@ -1,6 +1,6 @@
 import threading
 from concurrent.futures import Future
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 from torchtitan.components.checkpointer import save_report
@@ -11,9 +11,13 @@ from tests.unit_tests.components.checkpointer.fakes import folder_of
 SCALAR = "train.checkpoint_write.native_dcp.execute.{}_total.latency_ms"
 
 
-def report(*, background: bool = True, is_speaker: bool = True) -> SaveReport:
+def report(
+    *, background: bool = True, is_speaker: bool = True, due_at: float | None = None
+) -> SaveReport:
     storage = folder_of("step-7")
-    return SaveReport(7, "/run/step-7", storage, background=background, is_speaker=is_speaker)
+    return SaveReport(
+        7, "/run/step-7", storage, background=background, is_speaker=is_speaker, due_at=due_at
+    )
 
 
 def finished(error: Exception | None = None) -> "Future[None]":
@@ -65,6 +69,37 @@ def test_every_rank_measures_and_one_speaks(is_speaker: bool) -> None:
     for scalars in others:
         assert scalars["checkpoint/blocked(s)"] == scalars["checkpoint/durable(s)"]
     assert logger.info.call_count == int(is_speaker)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_whatever_training_waits_for_is_counted_from_when_the_save_was_due(
+    is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = MagicMock()
+    clock.monotonic.return_value = 1000.0
+
+    def pass_seconds(seconds: float) -> None:
+        clock.monotonic.return_value += seconds
+
+    monkeypatch.setattr(save_report, "time", clock)
+    one = report(due_at=990.0)  # ten seconds for the save before this one
+    pass_seconds(1)
+    one.dispatched()
+    pass_seconds(2)
+    one.handed_over()
+    pass_seconds(100)  # forward and backward
+    with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl") as sl:
+        with one.training_waits():
+            pass_seconds(4)
+            if not is_over:
+                one.completed(finished())
+        pass_seconds(8)
+        one.completed(finished())
+    scalars = sl.log_trace_scalar.call_args.args[0]
+    assert scalars["checkpoint/blocked(s)"] == 10 + 1 + 2 + 4
+    assert scalars["checkpoint/durable(s)"] == 10 + 1 + 2 + 100 + 4 + 8 * is_over
+    (text,) = logger.info.call_args.args
+    assert f" in {2 + 100 + 4 + 8 * is_over}.00 s, training waited 17.00 s" in text
 
 
 def test_a_checkpoint_that_is_gone_already_has_no_size_and_is_no_error() -> None:

@@ -3,11 +3,14 @@
 import logging
 import queue
 import threading
+import time
 import traceback
+from collections.abc import Generator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch.distributed.checkpoint as torch_dcp
@@ -126,6 +129,37 @@ def test_a_copy_that_hangs_is_given_up(tmp_path: Path) -> None:
     pinned = AsyncMode.ASYNC_WITH_PINNED_MEM
     with pytest.raises(CheckpointSaveTimeoutError, match="step 4 to .*step-4 was given up"):
         await_staging(Future(), pinned, report(tmp_path), 0.01)
+
+
+def test_the_wait_for_a_copy_is_one_of_training(tmp_path: Path) -> None:
+    one = report(tmp_path)
+    waits: list[str] = []
+
+    @contextmanager
+    def training_waits() -> Generator[None]:
+        waits.append("begin")
+        yield
+        waits.append("end")
+
+    copy: Future[Any] = Future()
+    copy.set_result(None)
+    with patch.object(one, "training_waits", training_waits):
+        await_staging(copy, AsyncMode.ASYNC_WITH_PINNED_MEM, one, 1)
+    assert waits == ["begin", "end"]
+
+
+def test_a_save_is_due_before_it_waits_for_the_one_before_it(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = build(tmp_path, async_mode="async")
+    waited_at: list[float] = []
+    monkeypatch.setattr(
+        manager, "_settle_previous", lambda last_step: waited_at.append(time.monotonic())
+    )
+    calls.results = [Future()]
+    calls.results[0].set_result(None)
+    manager.save(1)
+    assert manager._report is not None and manager._report._due_at <= waited_at[0]
 
 
 def test_a_late_collective_of_a_background_save_is_explained(tmp_path: Path) -> None:
