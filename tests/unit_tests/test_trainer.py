@@ -139,6 +139,7 @@ def loop(
     loaded: int = 0,
     interval: int = 2,
     is_exported: bool = False,
+    load_step: int = -1,
 ) -> list[Any]:
     """The calls that ``train`` makes on its parts, in order."""
     calls: list[Any] = []
@@ -153,7 +154,7 @@ def loop(
     profiler.build.return_value = nullcontext(MagicMock())
     trainer.config = SimpleNamespace(
         training=SimpleNamespace(steps=steps),
-        checkpoint=SimpleNamespace(load_step=-1),
+        checkpoint=SimpleNamespace(load_step=load_step),
         comm=SimpleNamespace(train_timeout_seconds=1),
         profiler=profiler,
         dump_folder="",
@@ -205,6 +206,8 @@ def test_a_finished_run_does_nothing() -> None:
 
 def test_a_run_whose_weights_were_exported_loads_and_trains_nothing() -> None:
     assert loop(3, loaded=2, is_exported=True) == []
+    # Unless it is told where to go back to.
+    assert loop(3, loaded=2, is_exported=True, load_step=2) == [("step", 3), ("save", 3, True)]
 
 
 def test_when_the_data_ends_the_step_before_is_saved_and_the_broken_one_is_not() -> None:

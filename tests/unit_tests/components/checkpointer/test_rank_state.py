@@ -201,9 +201,9 @@ class Sums:
 
 def test_state_that_is_divided_anew_shares_no_memory_with_what_it_is_given(tmp_path: Path) -> None:
     save(tmp_path, *(of_rank(rank, 2, sums=Sums(number)) for rank, number in enumerate((3, 4))))
-    for here in ((0, 1), (1, 2, "copies")):
+    for rank, world_size, layout in ((0, 1, "shards"), (1, 2, "copies")):
         sums = Sums(0)
-        restored(tmp_path, of_rank(*here, sums=sums))
+        restored(tmp_path, of_rank(rank, world_size, layout, sums=sums))
         assert sums.total.tolist() == [7]
 
 
