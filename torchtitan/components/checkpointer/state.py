@@ -120,12 +120,14 @@ def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.T
     """Tells whether nothing but the optimizer's step changes a tensor below a key of a checkpoint.
 
     A copy of such a tensor may be made during the next forward and backward pass. Buffers change in
-    there, and of other objects nobody knows.
+    there, and of other objects, the extra state of a module among them, nobody knows.
     """
-    buffers = {_place(buffer)[0] for part in states[MODEL].model for buffer in part.buffers()}
+    parts = states[MODEL].model
+    moving = {_place(buffer)[0] for part in parts for buffer in part.buffers()}
+    still = {_place(weight)[0] for part in parts for weight in part.parameters()} - moving
 
     def is_still(key: str, tensor: torch.Tensor) -> bool:
-        return key == OPTIMIZER or (key not in states and _place(tensor)[0] not in buffers)
+        return key == OPTIMIZER or (key not in states and _place(tensor)[0] in still)
 
     return is_still
 

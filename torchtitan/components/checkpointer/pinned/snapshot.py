@@ -102,6 +102,14 @@ class _Extractor(pickle.Pickler):
         # Sources stay alive in the snapshot, so an address means one tensor.
         self._places: dict[tuple[Any, ...], Place] = {}
 
+    def reducer_override(self, obj: Any) -> Any:
+        if getattr(obj, "__module__", None) == "__main__":
+            raise TypeError(
+                f"{self.key} holds {obj!r}, of the program that was started, which the process that "
+                "writes does not have; move its class into a module, or use --checkpoint.async_mode async."
+            )
+        return NotImplemented
+
     def persistent_id(self, obj: Any) -> Place | None:
         if not isinstance(obj, torch.Tensor):
             return None
@@ -119,7 +127,8 @@ class _Extractor(pickle.Pickler):
 
     def _place(self, local: torch.Tensor) -> Place:
         shape = tuple(local.shape)
-        identity = (local.data_ptr(), shape, local.stride(), local.dtype, local.device)
+        reading = (local.dtype, local.is_conj(), local.is_neg())
+        identity = (local.data_ptr(), shape, local.stride(), reading, local.device)
         if local.numel() > 0 and identity in self._places:
             return self._places[identity]  # tied weights are copied once
         snapshot = self._snapshot

@@ -29,6 +29,7 @@ from torchtitan.components.checkpointer.pinned.meeting import Meeting
 from torchtitan.components.checkpointer.pinned.messages import portable, Request
 from torchtitan.components.checkpointer.pinned.snapshot import CanWait, Place, Snapshot, take
 from torchtitan.components.checkpointer.pinned.writer_process import WriterProcess
+from torchtitan.components.checkpointer.waiting import explanation, result_within, WaitExpiredError
 from torchtitan.tools.logging import logger
 
 # Values that grow a little between saves should not need more memory each time.
@@ -178,16 +179,25 @@ class SharedMemoryStager:
         return failed
 
     def close(self) -> None:
-        """Free everything; no save may be in flight."""
+        """Free everything; no save may be in flight, except for one that was given up."""
         if not self._is_open:
             return
         self._is_open = False
-        self._executor.shutdown(wait=True)
+        idle, limit_seconds = self._executor.submit(lambda: None), self._timeout.total_seconds()
+        self._executor.shutdown(wait=False)
         if self._process is not None:
             self._process.end()
         self._process = self._store = None
-        self._arena.close()
         torch_seam.close_route()
+        try:
+            result_within(idle, limit_seconds)
+        except WaitExpiredError:
+            # Its memory stays until the process ends: the device may still write into it.
+            logger.warning(
+                f"Ending a copy for a checkpoint was given up: {explanation(limit_seconds)}"
+            )
+        else:
+            self._arena.close()
 
     def _finish(
         self, process: WriterProcess, request: Request, snapshot: Snapshot, begun: Any

@@ -15,6 +15,13 @@ class Counting(nn.Module):
         super().__init__()
         self.inner = nn.Linear(2, 2)
         self.register_buffer("seen", torch.zeros(3))
+        self.history = torch.zeros(3)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.history
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.history = state
 
 
 def test_parameters_and_optimizer_state_wait_and_buffers_and_foreign_state_do_not() -> None:

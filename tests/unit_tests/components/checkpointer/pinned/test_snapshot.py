@@ -53,6 +53,18 @@ def test_tied_tensors_take_one_place_and_views_of_another_shape_their_own() -> N
     assert restored["a"].data_ptr() == restored["b"].data_ptr() != restored["c"].data_ptr()
 
 
+def test_views_of_one_memory_that_read_it_differently_are_not_taken_for_tied() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    state = {
+        "a": numbers,
+        "conjugate": numbers.conj(),
+        "part": numbers.imag,
+        "negative": numbers.conj().imag,
+    }
+    _, restored = copied(state, Arena())
+    assert all(torch.equal(restored[name], state[name]) for name in state)
+
+
 def test_places_do_not_overlap_and_are_aligned() -> None:
     state = {f"t{size}": torch.full((size,), float(size)) for size in range(1, 40)}
     snapshot, restored = copied(state, Arena())
@@ -85,6 +97,13 @@ def test_a_shard_plans_the_same_write_as_the_sharded_tensor_and_needs_no_mesh() 
     assert [item.tensor_data for item in found] == [item.tensor_data for item in wanted]
     shard = restored["sharded"].__get_tensor_shard__(None)
     assert type(shard) is torch.Tensor and torch.equal(shard, whole)
+
+
+def test_a_class_of_the_program_that_was_started_is_named_because_no_other_process_has_it() -> None:
+    found = type("Position", (), {"__module__": "__main__"})
+    for value in (found(), [{"deep": found}]):
+        with pytest.raises(TypeError, match="dataloader holds .*Position.* into a module"):
+            take({"dataloader": value}, always)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
+from torchtitan.components.checkpointer import waiting
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.pinned import memory, stager as stager_module
 from torchtitan.components.checkpointer.pinned.arena import Arena
@@ -225,3 +226,19 @@ def test_a_new_writer_takes_the_place_of_the_old_one_with_a_new_number(
     stager.close()
     stager.close()
     assert not second.is_open
+
+
+def test_closing_gives_up_a_copy_that_hangs(
+    stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "_has_given_up", False)
+    stager.start_writer()
+    stager._timeout, gate = timedelta(seconds=0.05), threading.Event()
+    hanging = stager._executor.submit(gate.wait, 30)
+    stager.close()
+    assert not hanging.done() and not ProcessInThisOne.made[-1].is_open
+    assert waiting._has_given_up and "--checkpoint.timeout_seconds" in caplog.text
+    # The device may still write into it.
+    assert stager._arena.fd >= 0
+    gate.set()
+    stager._arena.close()
