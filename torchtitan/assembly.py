@@ -107,6 +107,18 @@ def batch_sizes(training: TrainingConfig, dp_degree: int) -> tuple[int, int]:
     return num_tokens, num_tokens // per_pass
 
 
+def step_size_warning(step: int, num_tokens_seen: int, num_tokens_per_step: int) -> str | None:
+    """What to say when a step takes more or fewer tokens than the ``step`` before it did, which is at least 1."""
+    if num_tokens_seen == step * num_tokens_per_step:
+        return None
+    return (
+        f"The {step} steps so far took {num_tokens_seen / step:,.0f} tokens on average, the next ones "
+        f"take {num_tokens_per_step:,}, while learning rate and schedule stay. Without "
+        "--training.num_tokens_per_train_step a step grows with the data-parallel ranks; set it to "
+        "keep its size."
+    )
+
+
 def materialize(
     model: BaseModel,
     config: RunConfig,

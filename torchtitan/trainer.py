@@ -310,6 +310,11 @@ class Trainer(TrainStep, Stateful, Configurable):
         loaded_step = self.metrics_processor.start_step = self.step
         if loaded_step:
             logger.info(f"Resuming after step {loaded_step} of {config.training.steps}")
+            warning = assembly.step_size_warning(
+                loaded_step, self.ntokens_seen, self.num_tokens_per_train_step
+            )
+            if warning and (not dist.is_initialized() or dist.get_rank() == 0):
+                logger.warning(warning)
         if not self.should_continue_training():
             logger.info(
                 f"Step {loaded_step} is the last one already (--training.steps "

@@ -140,11 +140,13 @@ def loop(
     interval: int = 2,
     is_exported: bool = False,
     load_step: int = -1,
+    tokens_before: int = 8,
 ) -> list[Any]:
     """The calls that ``train`` makes on its parts, in order."""
     calls: list[Any] = []
     trainer: Any = object.__new__(Trainer)
     trainer.step = trainer.ntokens_seen = trainer._saved_step = 0
+    trainer.num_tokens_per_train_step = 8
     trainer.dataloader = MagicMock()
     trainer.dataloader.state_dict.side_effect = lambda: {"row": trainer.step}
     trainer.dataloader.load_state_dict.side_effect = lambda state: calls.append(("rewind", state))
@@ -162,7 +164,7 @@ def loop(
     trainer.parallel_dims = None
 
     def load(step: int) -> bool:
-        trainer.step = loaded
+        trainer.step, trainer.ntokens_seen = loaded, loaded * tokens_before
         return loaded > 0
 
     def save(step: int, last_step: bool = False) -> bool:
@@ -198,6 +200,19 @@ def test_each_step_is_updated_then_saved_then_validated() -> None:
 
 def test_a_resumed_run_goes_on_with_the_next_step() -> None:
     assert loop(3, loaded=2) == [("step", 3), ("save", 3, True)]
+
+
+def test_a_run_whose_steps_are_larger_now_is_warned_that_the_learning_rate_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop(3, loaded=2)
+    loop(3)
+    assert caplog.records == []
+    loop(3, loaded=2, tokens_before=4)
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "2 steps so far took 4 tokens on average, the next ones take 8" in warning.getMessage()
+    assert "--training.num_tokens_per_train_step" in warning.getMessage()
 
 
 def test_a_finished_run_does_nothing() -> None:
