@@ -73,20 +73,13 @@ def curves(
             marker={"size": 5},
             hovertemplate="step %{x}<br>%{y:.5g}<extra>" + name + "</extra>",
         )
-    for step, number in (resumed or {}).items():
-        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dot"})
-        if len(resumed or {}) > _MAX_START_NAMES:
-            continue
-        figure.add_annotation(
-            x=step,
-            y=1.0,
-            yref="paper",
-            text=f"start {number}",
-            showarrow=False,
-            xanchor="left",
-            yanchor="bottom",
-            font={"size": 11, "color": GREY},
-        )
+    style = {"color": GREY, "width": 1, "dash": "dot"}
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": style}
+    names = {number: step for step, number in (resumed or {}).items()}
+    figure.update_layout(
+        shapes=[{**line, "x0": step, "x1": step} for step in names.values()],
+        annotations=_start_names(names, yref="paper", yanchor="bottom"),
+    )
     figure.update_xaxes(title="step")
     figure.update_yaxes(title=unit, rangemode="tozero" if from_zero else "normal")
     return _styled(figure, title, height=height)
@@ -119,7 +112,8 @@ def time_use(starts: Sequence[Start]) -> go.Figure | None:
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title="seconds, mean over the ranks")
     # The legend lists the parts beside the bars, however few these are.
-    height = max(130 + 44 * len(labels), 150 + 21 * len(order))
+    bar_height = max(min(44, 700 // len(labels)), 16)
+    height = max(130 + bar_height * len(labels), 150 + 21 * len(order))
     figure = _styled(figure, "Where the time went", height=height)
     return figure.update_layout(
         legend={"orientation": "v", "x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top"},
@@ -152,30 +146,38 @@ def saves_timeline(run: Run) -> go.Figure | None:
             row=1,
             col=1,
         )
-    for number, start in enumerate(run.starts, start=1):
-        figure.add_vrect(
-            x0=_clock(start.begin),
-            x1=_clock(start.end),
-            fillcolor=GREY,
-            opacity=0.07,
-            line_width=0,
-            row=1,
-            col=1,
-            annotation={"text": f"start {number}", "font": {"size": 11, "color": GREY}},
-            annotation_position="top left",
-        )
-        figure.add_vrect(
-            x0=_clock(start.begin),
-            x1=_clock(start.end),
-            fillcolor=GREY,
-            opacity=0.07,
-            line_width=0,
-            row=2,
-            col=1,
-        )
+    _shade(figure, run.starts)
     figure.update_yaxes(title="seconds", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="MiB", rangemode="tozero", row=2, col=1)
     return _styled(figure, "Checkpoints", height=440)
+
+
+def _shade(figure: go.Figure, starts: Sequence[Start]) -> None:
+    """A grey band in both rows of ``figure`` for the time of each start."""
+    band = {"type": "rect", "y0": 0, "y1": 1, "fillcolor": GREY, "opacity": 0.07, "line_width": 0}
+    figure.update_layout(
+        # All at once: plotly takes seconds to add some dozens one after the other.
+        shapes=[
+            {**band, "x0": _clock(s.begin), "x1": _clock(s.end), "xref": f"x{row}", "yref": yref}
+            for s in starts
+            for row, yref in (("", "y domain"), ("2", "y2 domain"))
+        ],
+        annotations=_start_names(
+            {number: _clock(start.begin) for number, start in enumerate(starts, start=1)},
+            yref="y domain",
+            yanchor="top",
+        ),
+    )
+
+
+def _start_names(places: Mapping[int, Any], **keywords: str) -> list[dict[str, Any]]:
+    """The name of each start at its place on the x axis, as far as they have room."""
+    if len(places) > _MAX_START_NAMES:
+        return []
+    style = {"y": 1.0, "showarrow": False, "xanchor": "left", "font": {"size": 11, "color": GREY}}
+    return [
+        {"x": x, "text": f"start {number}", **style, **keywords} for number, x in places.items()
+    ]
 
 
 def _add_stems(

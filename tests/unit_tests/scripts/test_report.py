@@ -116,6 +116,14 @@ def test_a_start_keeps_its_number_where_others_have_no_line(tmp_path: Path) -> N
     assert set(re.findall(r'"text":"(start \d+)"', write(tmp_path))) == {"start 4"}
 
 
+def test_names_of_more_starts_than_have_room_are_left_out(tmp_path: Path) -> None:
+    for number in range(12):
+        log = Rank(tmp_path, at=1000 + 100 * number)
+        log.train(range(10 * number + 1, 10 * number + 3))
+        log.save(10 * number + 2, durable=1.0)
+    assert '"text":"start' not in write(tmp_path)
+
+
 def test_the_name_of_the_folder_is_no_markup(tmp_path: Path) -> None:
     folder = tmp_path / "<b>run"
     two_starts(folder)
