@@ -2,6 +2,9 @@
 
 A writer process that dies fails the save on its own rank for sure; on another one the save may even
 have succeeded. Ranks that then went different ways would wait for each other for ever.
+
+Such a loss costs that save and not the run, because it says nothing about the next one: the disk is as
+good as before, and new processes are at hand. It does when it happens twice in a row.
 """
 
 from typing import NamedTuple, Protocol
@@ -10,14 +13,19 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.pinned.meeting import WriterMissingError
+from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError
 from torchtitan.distributed.failure import is_echo
 from torchtitan.tools.logging import logger
+
+WRITER_LOST = (WriterDiedError, WriterMissingError)
 
 
 class Stager(Protocol):
     """What is asked of this rank's ``SharedMemoryStager``."""
 
     shortages: list[str]
+    losses_in_a_row: int
 
     @property
     def has_usable_writer(self) -> bool: ...
@@ -36,7 +44,7 @@ class Verdict(NamedTuple):
     """The same on all ranks."""
 
     failure: CheckpointSaveError | None
-    """How the previous save failed."""
+    """How the previous save failed, unless training may go on without it."""
     can_stage: bool
     """Whether further saves can be staged. If not, all ranks have said so and closed their stagers."""
 
@@ -44,6 +52,7 @@ class Verdict(NamedTuple):
 class _Report(NamedTuple):
     failure: str | None
     is_echo: bool
+    is_loss: bool
     is_usable: bool
     lacks_room: bool
     shortages: list[str]
@@ -69,6 +78,7 @@ def settle(
     own = _Report(
         failure=None if failure is None else str(failure),
         is_echo=failure is not None and is_echo(failure),
+        is_loss=failure is not None and isinstance(failure.__cause__, WRITER_LOST),
         is_usable=stager.has_usable_writer,
         lacks_room=needs_writer and stager.lacks_room,
         shortages=[*stager.shortages],
@@ -89,7 +99,23 @@ def settle(
             f"{shortages[0]}."
         )
         stager.close()
-    return Verdict(_agreed_failure(failure, reports), can_stage=not shortages)
+    agreed = _agreed_failure(failure, reports)
+    stager.losses_in_a_row = stager.losses_in_a_row + 1 if _is_loss(reports) else 0
+    if agreed is not None and stager.losses_in_a_row == 1:
+        logger.warning(
+            "Training goes on without that checkpoint, since it was lost with a process that wrote "
+            f"it. If the next one is lost in this way as well, the run ends. {agreed}"
+        )
+        agreed = None
+    return Verdict(agreed, can_stage=not shortages)
+
+
+def _is_loss(reports: list[_Report]) -> bool:
+    """Whether all that failed is that a writer process died, and what others felt of it."""
+    failed = [report for report in reports if report.failure is not None]
+    return any(report.is_loss for report in failed) and all(
+        report.is_loss or report.is_echo for report in failed
+    )
 
 
 def _agreed_failure(

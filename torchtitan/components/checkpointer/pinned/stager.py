@@ -68,6 +68,8 @@ class SharedMemoryStager:
         self.means = means.find_means(options)
         self.shortages: list[str] = []
         """Why this rank cannot stage any more; empty while it can."""
+        self.losses_in_a_row = 0
+        """Saves that were lost with a writer process of any rank, without one that was not."""
         self._group = group
         self._timeout = timeout
         self._find_can_wait = find_can_wait

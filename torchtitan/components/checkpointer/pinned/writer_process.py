@@ -122,10 +122,7 @@ class WriterProcess:
             how = f"by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += ", as when the machine runs out of memory"
-        return (
-            f"the writer process {self.pid} was ended {how}. Training is not touched; the next save "
-            "starts new ones on all ranks"
-        )
+        return f"the writer process {self.pid} was ended {how}. The next save starts new ones on all ranks"
 
 
 def _environment() -> dict[str, str]:

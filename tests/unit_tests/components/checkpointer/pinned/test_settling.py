@@ -7,6 +7,7 @@ import pytest
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.pinned import settling
 from torchtitan.components.checkpointer.pinned.settling import settle
+from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError
 
 
 class Stager:
@@ -15,6 +16,7 @@ class Stager:
     ) -> None:
         self.has_usable_writer, self.lacks_room = is_usable, lacks_room
         self.shortages = list(shortages)
+        self.losses_in_a_row = 0
         self.start_writer, self.close = MagicMock(), MagicMock()
         self.take_room = MagicMock(side_effect=lambda: fails and self.shortages.append(fails))
 
@@ -30,6 +32,7 @@ def as_rank(rank: int, failures: list[Any], stagers: list[Stager], **options: An
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(settling, "gather", collect)
         for failure, stager in zip(failures, stagers, strict=True):
+            stager.take_room.reset_mock()
             with pytest.raises(InterruptedError):
                 settle(stager, failure, None, **options)
             # What one rank takes early is missing for another that still looks for its own.
@@ -97,6 +100,33 @@ def test_every_rank_raises_the_cause_and_not_what_it_felt_of_it(rank: int) -> No
     failure, can_stage = as_rank(rank, failures, [Stager()] * 3, needs_writer=True)
     assert str(failure) == str(cause) and can_stage
     assert (failure is cause) == (rank == 1)
+
+
+def writer_died() -> CheckpointSaveError:
+    failure = CheckpointSaveError("step 2 failed: the writer process 7 was ended by SIGKILL")
+    failure.__cause__ = WriterDiedError("the writer process 7 was ended by SIGKILL")
+    return failure
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_save_lost_with_a_writer_costs_the_run_nothing_once(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stagers = [Stager(False), Stager(False), Stager(False)]
+    failures = [lost_connection(), writer_died(), None]
+    assert as_rank(rank, failures, stagers, needs_writer=True) == (None, True)
+    assert "the writer process 7 was ended by SIGKILL" in caplog.text
+    again, _ = as_rank(rank, failures, stagers, needs_writer=True)
+    assert "SIGKILL" in str(again)
+    assert as_rank(rank, [None] * 3, stagers, needs_writer=True) == (None, True)
+    assert as_rank(rank, failures, stagers, needs_writer=True) == (None, True)
+
+
+def test_a_loss_excuses_no_other_failure_of_the_same_save() -> None:
+    other = CheckpointSaveError("step 2 failed: No space left on device")
+    stagers = [Stager(), Stager(False)]
+    failure, _ = as_rank(0, [other, writer_died()], stagers, needs_writer=True)
+    assert failure is other
 
 
 def test_what_all_only_felt_is_raised_all_the_same() -> None:
