@@ -4,7 +4,7 @@ Everything else in a checkpoint is the same for all ranks or in shards that fit 
 per rank lies under the number of the rank, as plain text and bytes:
 
     rank_state.world_size                     how many ranks saved
-    rank_state.layout                         how they divided the work, the degrees as text
+    rank_state.layout.<degrees>               how they divided the work; a key, so that the index tells
     rank_state.rank_<r>.python                random.getstate() as JSON
     rank_state.rank_<r>.numpy                 the state of numpy's global generator as JSON
     rank_state.rank_<r>.torch, .cuda, ...     bytes of torch's generators: CPU, the rank's accelerator
@@ -147,7 +147,7 @@ class RankState(Stateful):
         """``layout`` says how the ranks divide the work; only equal ones are the same layout."""
         self._rank = rank
         self._world_size = world_size
-        self._layout = layout
+        self._layout = self._saved_layout = layout
         self._generators = generators_of(device)
         self._registered: dict[str, Stateful] = {}
         self._loaded: dict[str, Any] | None = None
@@ -179,25 +179,34 @@ class RankState(Stateful):
         """The generators and the registered states as they are now."""
         own: dict[str, Any] = {name: item.read() for name, item in self._generators.items()}
         own |= {name: state.state_dict() for name, state in self._registered.items()}
-        return {_WORLD_SIZE: self._world_size, _LAYOUT: self._layout, _key(self._rank): own}
+        return {_WORLD_SIZE: self._world_size, _LAYOUT: {self._layout: 1}, _key(self._rank): own}
 
     def load_template(self, saved: Outline) -> dict[str, Any]:
         """Places for what this rank restores or derives from; most of the other ranks' stays unread."""
-        ranks = {str(entry.path[0]) for entry in saved.values()} - {_WORLD_SIZE, _LAYOUT}
-        names = {str(entry.path[1]) for entry in saved.values() if len(entry.path) > 1}
+        nested = {
+            (str(entry.path[0]), str(entry.path[1]))
+            for entry in saved.values()
+            if len(entry.path) > 1
+        }
+        self._saved_layout = next(
+            (name for owner, name in nested if owner == _LAYOUT), self._layout
+        )
+        ranks = {owner for owner, _ in nested if owner != _LAYOUT}
+        names = {name for owner, name in nested if owner != _LAYOUT}
         self._passed_over = sorted(names - set(self._generators) - set(self._registered))
-        is_resized = len(ranks) != self._world_size
+        is_same = (len(ranks), self._saved_layout) == (self._world_size, self._layout)
 
         def is_needed(path: tuple[str | int, ...]) -> bool:
-            if len(path) == 1:
-                return path[0] in (_WORLD_SIZE, _LAYOUT)
+            if len(path) == 1 or path[0] == _LAYOUT:
+                return path[0] == _WORLD_SIZE
             rank, name = str(path[0]), str(path[1])
+            is_own = rank == _key(self._rank) and is_same
             if name in self._generators:
-                return rank == _key(0) or (rank == _key(self._rank) and not is_resized)
-            # Whether the layout is another one is known only once the entries are read.
-            if isinstance(self._registered.get(name), Resplittable):
-                return True
-            return rank == _key(self._rank) and name in self._registered and not is_resized
+                return rank == _key(0) or is_own
+            state = self._registered.get(name)
+            return state is not None and (
+                is_own or (isinstance(state, Resplittable) and not is_same)
+            )
 
         needed = {name: entry for name, entry in saved.items() if is_needed(entry.path)}
         # What may be divided anew gets tensors of its own: its object may write while it still reads.
@@ -228,8 +237,7 @@ class RankState(Stateful):
                 "generators go on as this start has seeded them"
             )
             return
-        saved_layout = loaded.get(_LAYOUT, self._layout)
-        is_same = (saved_ranks, saved_layout) == (self._world_size, self._layout)
+        is_same = (saved_ranks, self._saved_layout) == (self._world_size, self._layout)
         own = loaded.get(_key(self._rank), {}) if is_same else {}
         fresh = self._restore_registered(loaded, own, saved_ranks, is_same=is_same)
         origin = {name: loaded.get(_key(0), {}).get(name) for name in self._generators}
@@ -241,7 +249,7 @@ class RankState(Stateful):
         if saved_ranks != self._world_size:
             reason = f"The checkpoint was saved on {saved_ranks} ranks and this run has {self._world_size}"
         elif not is_same:
-            reason = f"The checkpoint was saved with {saved_layout} and this run has {self._layout}"
+            reason = f"The checkpoint was saved with {self._saved_layout} and this run has {self._layout}"
         else:
             reason = "Not everything that the checkpoint holds per rank could be restored"
         if seeded or fresh or self._passed_over:

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import rank_state
+from torchtitan.components.checkpointer.dcp_index import outline_of, read_index
 from torchtitan.components.checkpointer.nesting import encode
 from torchtitan.components.checkpointer.rank_state import preserved_generators, RankState
+from torchtitan.components.checkpointer.templates import SavedEntry
 
 from tests.unit_tests.components.checkpointer.test_templates import Holder, load
 
@@ -197,6 +199,23 @@ class Sums:
         self.total.zero_()
         for state in state_dicts:
             self.total += state["total"]
+
+
+def test_a_rank_reads_what_others_saved_only_to_divide_it_anew(tmp_path: Path) -> None:
+    save(tmp_path, *(of_rank(r, 2, items=Shares({"items": [r]})) for r in range(2)))
+    prefix = "rank_state."
+    saved = {
+        name: SavedEntry(path=entry.path[1:], shape=entry.shape, dtype=entry.dtype)
+        for name, entry in outline_of(read_index(str(tmp_path))).items()
+        if name.startswith(prefix)
+    }
+    read = {
+        layout: of_rank(1, 2, layout, items=Shares({"items": []})).load_template(saved)
+        for layout in ("shards", "copies")
+    }
+    assert "items" not in read["shards"]["rank_0"] and "items" in read["shards"]["rank_1"]
+    assert "items" in read["copies"]["rank_0"]
+    assert "torch" in read["shards"]["rank_1"] and "torch" not in read["copies"]["rank_1"]
 
 
 def test_state_that_is_divided_anew_shares_no_memory_with_what_it_is_given(tmp_path: Path) -> None:
