@@ -113,7 +113,7 @@ def test_a_writer_that_dies_while_it_starts_is_not_waited_for_and_twice_ends_the
     # The limit of the wait for a writer that never comes is 600 s, more than this has.
     ends = run_on_ranks(2, lose_a_starting_writer, tmp_path, **PATIENCE)
     for message, left in ends:
-        assert "step 2 to" in message and "was ended by SIGKILL" in message
+        assert "step 2 to" in message and "of rank 1 was ended by SIGKILL" in message
         assert left == []
     assert ends[0][0] == ends[1][0]
     assert complete(tmp_path) == ["step-4"]

@@ -65,7 +65,7 @@ def report_death(meeting: Meeting, reason: str) -> None:
         return
     with contextlib.suppress(RuntimeError):  # no store any more: then nobody waits at it
         store = _store(meeting, timedelta(seconds=_REPORT_SECONDS))
-        store.compare_set(_OUTCOME, "", f"rank {meeting.rank} has no writer process: {reason}")
+        store.compare_set(_OUTCOME, "", reason)
 
 
 def _store(meeting: Meeting, timeout: timedelta) -> dist.Store:

@@ -107,6 +107,8 @@ class SharedMemoryStager:
                 self.shortages.append(f"the writer processes have no store to meet at: {error}")
                 return
         if self._process is not None:
+            if not self._process.is_usable:
+                logger.warning(f"{self._process} can write no more; all ranks start new ones.")
             self._process.end()
         self._generation += 1
         meeting = Meeting(

@@ -58,6 +58,9 @@ class WriterProcess:
         self._is_out_of_step = False
         self._in_use = threading.Lock()
 
+    def __str__(self) -> str:
+        return f"the writer process {self.pid} of rank {self._meeting.rank}"
+
     @property
     def is_usable(self) -> bool:
         """Whether the process lives and is still in step with the writers of the other ranks."""
@@ -116,13 +119,13 @@ class WriterProcess:
         try:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"the writer process {self.pid} closed its connection without an answer"
+            return f"{self} closed its connection without an answer"
         how = f"with exit code {code}; its own words are in the log"
         if code < 0:
             how = f"by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += ", as when the machine runs out of memory"
-        return f"the writer process {self.pid} was ended {how}. The next save starts new ones on all ranks"
+        return f"{self} was ended {how}. The next save starts new ones on all ranks"
 
 
 def _environment() -> dict[str, str]:

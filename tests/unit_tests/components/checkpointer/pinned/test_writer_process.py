@@ -90,7 +90,7 @@ def test_a_killed_process_is_known_before_the_next_save_and_named_by_it(tmp_path
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not process.is_usable
-    with pytest.raises(WriterDiedError, match=f"{process.pid} was ended by SIGKILL"):
+    with pytest.raises(WriterDiedError, match=f"{process.pid} of rank 0 was ended by SIGKILL"):
         process.save(request_for(arena, FullDiskWriter(str(tmp_path))))
     process.end()
     arena.close()
