@@ -24,11 +24,16 @@ def test_spans_of_one_name_end_with_their_latest_start(tmp_path: Path) -> None:
     with log.span("outer", 1):
         log.now += 2
         with log.span("same", 1):
+            log.now += 3
             log.takes("same", 4)
     log.cut_off()
     output = tmp_path / "trace.json"
     trace = generate_gantt_trace(tmp_path / "structured_logs", output)
-    assert spans(trace) == [("same", 0, 2000, 4000), ("same", 0, 2000, 5000), ("outer", 0, 0, 8000)]
+    assert spans(trace) == [
+        ("same", 0, 5000, 4000),
+        ("same", 0, 2000, 8000),
+        ("outer", 0, 0, 11000),
+    ]
     assert json.loads(output.read_text()) == trace
 
 

@@ -103,6 +103,8 @@ def test_the_first_error_is_kept_with_its_place(tmp_path: Path) -> None:
         log.write("event", f"{name}_end")
     found = read_rank_log(log.path)
     assert found.error == "ValueError: row 7 (in fwd_bwd)" and not found.step_seconds
+    log.train(range(2, 3))  # somebody caught it and went on
+    assert read_rank_log(log.path).error is None
 
 
 def test_only_a_step_that_updated_the_parameters_counts(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The report is one page that draws what a run did, in a real browser, without a network."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,14 @@ def test_the_later_start_is_the_one_that_is_drawn(run_folder: Path) -> None:
 
 
 def test_without_structured_logs_the_curves_come_from_tensorboard(tmp_path: Path) -> None:
-    writer = SummaryWriter(str(tmp_path / "tb" / "20260101-0000"))
-    for step in (1, 2):
-        writer.add_scalar("loss_metrics/global_avg_loss", 7.25, step)
-    writer.close()
+    # The folder written to last is that of the newest curves, whatever its name.
+    for age_seconds, name, loss in ((100, "b", 1.5), (0, "a", 7.25), (50, "c", 3.5)):
+        writer = SummaryWriter(str(tmp_path / "tb" / name))
+        for step in (1, 2):
+            writer.add_scalar("loss_metrics/global_avg_loss", loss, step)
+        writer.close()
+        (file,) = (tmp_path / "tb" / name).iterdir()
+        os.utime(file, (1.7e9 - age_seconds,) * 2)
     text = write(tmp_path)
     assert "TensorBoard&#x27;s files" in text or "TensorBoard's files" in text
     assert "7.25" in text and "Checkpoints" not in without_scripts(text)

@@ -47,11 +47,13 @@ def test_each_start_and_all_together(tmp_path: Path, capsys) -> None:
 
 def test_many_ranks_are_shown_by_the_least_and_the_most(tmp_path: Path, capsys) -> None:
     for rank in range(6):
-        Rank(tmp_path, rank).train(range(1, 3), data=0.1 * (rank + 1))
+        Rank(tmp_path, rank).train(range(1, 3), data=0.1 * (6 - rank))
     text = printed(tmp_path, capsys)
-    assert row(text, "data")[2:] == ["0.20 s", "1.20 s", "5"]
+    assert row(text, "data")[2:] == ["0.20 s", "1.20 s", "0"]
+    # The slowest rank makes the duration of a step.
+    assert "2 steps, 1.600 s each (median); slowest: step 1 1.60 s; step 2 1.60 s" in text
     assert row(printed(tmp_path, capsys, "--all-ranks"), "data")[2:] == [
-        f"{0.2 * (rank + 1):.2f} s" for rank in range(6)
+        f"{0.2 * (6 - rank):.2f} s" for rank in range(6)
     ]
 
 

@@ -3,9 +3,15 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+)
 from torchtitan.observability import structured_logger as sl
 
 from tests.unit_tests.components.metrics.doubles import dims, read_scalars, Recorder
@@ -23,6 +29,15 @@ def test_tensorboard_gets_every_metric_at_once(tmp_path: Path) -> None:
     built.log_validation(3.0, 1)
     built.close()
     assert read_scalars(tmp_path)["mine/validation_metrics/loss"] == [(1, 3.0)]
+
+
+def test_tensorboard_holds_nothing_back(tmp_path: Path) -> None:
+    tensorboard = TensorBoardLogger(str(tmp_path))
+    # Whether the file system holds back what is written differs; only the order to write does not.
+    with patch.object(tensorboard, "_writer", wraps=tensorboard._writer) as writer:
+        tensorboard.log({"a": 1.0, "b": 2.0}, 3)
+    assert [name for name, _, _ in writer.mock_calls] == ["add_scalar", "add_scalar", "flush"]
+    tensorboard.close()
 
 
 def test_tensorboard_files_have_their_places(tmp_path: Path) -> None:

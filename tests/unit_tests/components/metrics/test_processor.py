@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from torchtitan.components.metrics import (
@@ -89,9 +90,19 @@ def test_counts_become_rates_and_start_anew(tmp_path: Path, clock: Clock) -> Non
     clock.seconds += 10
     built.log(40, 5.0, 6.0, 0.5)
     again = recorder.logged[1][1]
-    assert again["throughput(tps)"] == 0
+    assert again["throughput(tps)"] == 0 and again["time_metrics/end_to_end(s)"] == 1.0
     assert again["time_metrics/checkpoint(s)"] == again["time_metrics/data_loading(s)"] == 0
     assert "time_metrics/validation(s)" not in again
+
+
+def test_peaks_of_the_memory_are_those_since_the_last_line(tmp_path: Path) -> None:
+    built, _ = processor(tmp_path)
+    monitor = MagicMock(wraps=built.device_memory_monitor)
+    built.device_memory_monitor = monitor
+    built.log_validation(3.0, 5)  # reads only: its line is no line of the training
+    built.log(10, 1.0, 1.0, 1.0)
+    names = [name for name, _, _ in monitor.mock_calls]
+    assert names == ["get_peak_stats", "get_peak_stats", "reset_peak_stats"]
 
 
 def test_ranks_that_share_a_batch_share_its_tokens(tmp_path: Path, clock: Clock) -> None:
