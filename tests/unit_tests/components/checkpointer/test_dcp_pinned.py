@@ -44,6 +44,17 @@ def test_a_step_with_a_save_never_warms_up(made: MagicMock, tmp_path: Path) -> N
     run.manager.close()
 
 
+def test_each_save_but_the_last_looks_first_whether_it_can_be_staged(
+    made: MagicMock, tmp_path: Path
+) -> None:
+    run = build_run(tmp_path, async_mode=PINNED, interval=1)
+    run.train(3, last_step=3)
+    assert made.prepare.call_count == 2
+    (state,) = made.prepare.call_args.args
+    assert {"tok_embeddings.weight", "optimizer", "train_state"} <= set(state)
+    run.manager.close()
+
+
 def test_a_run_that_never_saves_makes_nothing_and_says_nothing(
     made: MagicMock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,6 +41,14 @@ def test_a_system_without_shared_memory_is_refused_at_the_start() -> None:
             means.announce()
 
 
+def test_a_system_that_is_no_linux_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("memfd_create", "MFD_CLOEXEC"):
+        monkeypatch.delattr(os, name)
+    refusal = means.refusal()
+    assert refusal is not None and "no memory that two processes can share" in refusal
+    assert "async_mode async" in refusal
+
+
 def test_a_torch_that_keeps_its_writer_process_elsewhere_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
