@@ -2,7 +2,8 @@
 
 What filters and processors make is cached and counted in saved positions, so a fingerprint has to
 cover the functions that a recipe passes in. The one fact to know: it covers the body, defaults and
-captured values of a function, not the other functions that it calls.
+captured values of a function, not the other functions that it calls. Values are written so that every
+process writes them alike: in the repr of a set the order, in that of many objects an address differs.
 
     function -> syntax tree of its source, else its code -> digest -> fingerprint of the data
 """
@@ -11,10 +12,16 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+import numpy as np
+
+# As the repr that every object inherits has it.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
 
 
 def describe_function(function: Callable[..., Any]) -> str:
@@ -27,7 +34,7 @@ def describe_function(function: Callable[..., Any]) -> str:
         return str(describe())
     if isinstance(function, functools.partial):
         inner = describe_function(function.func)
-        return f"partial({inner}, {function.args!r}, {sorted(function.keywords.items())!r})"
+        return f"partial({inner}, {_value(function.args)}, {_value(function.keywords)})"
     if isinstance(function, MethodType):
         return f"{describe_function(function.__func__)} of {_value(function.__self__)}"
     if isinstance(function, type) or inspect.isbuiltin(function):
@@ -40,12 +47,40 @@ def describe_function(function: Callable[..., Any]) -> str:
         )
     captured = [_value(cell.cell_contents) for cell in function.__closure__ or ()]
     defaults = [_value(value) for value in function.__defaults__ or ()]
+    if function.__kwdefaults__:
+        defaults.append(_value(function.__kwdefaults__))
     body = hashlib.sha256(_body(function).encode()).hexdigest()[:16]
     return f"{function.__qualname__} {body} {captured} {defaults}"
 
 
 def _value(value: Any) -> str:
-    return describe_function(value) if callable(value) else repr(value)
+    """What decides ``value``, the same in every process. Raises ValueError for an object that hides it."""
+    if callable(value):
+        return describe_function(value)
+    # The latter is a tokenizer's.
+    for name in ("describe", "fingerprint"):
+        if callable(tell := getattr(value, name, None)):
+            return str(tell())
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__} {sorted(map(_value, value))}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_value(key)}: {_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} [{', '.join(map(_value, value))}]"
+    # The repr of these two leaves out what is long.
+    if isinstance(value, re.Pattern):
+        return f"pattern {value.pattern!r} {value.flags}"
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        content = hashlib.sha256(value.tobytes()).hexdigest()[:16]
+        return f"array {value.dtype} {value.shape} {content}"
+    text = repr(value)
+    if _ADDRESS.search(text):
+        raise ValueError(
+            f"a function of the data holds {text}, of which nothing tells when it changes. Hold plain "
+            "values instead, or give the object a method describe() that returns a text of all that decides "
+            "the output."
+        )
+    return text
 
 
 def _body(function: FunctionType) -> str:
@@ -60,6 +95,6 @@ def _body(function: FunctionType) -> str:
 
 def _code(code: CodeType) -> str:
     constants = [
-        _code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts
+        _code(item) if isinstance(item, CodeType) else _value(item) for item in code.co_consts
     ]
     return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_varnames}"

@@ -1,6 +1,10 @@
 """Filters and functions of a recipe: what they see, and that a changed one is noticed."""
 
 import functools
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +15,7 @@ import pytest
 from torchtitan.components.data import (
     ConcatThenSplitPackingConfig,
     DatasetBuildContext,
+    functions,
     IndexedJsonlSource,
     SampleProcessor,
     SingleDatasetConfig,
@@ -112,6 +117,48 @@ def test_descriptions_follow_what_a_function_does() -> None:
     partials = [functools.partial(max, number) for number in (1, 1, 2)]
     described = [describe_function(each) for each in partials]
     assert described[0] == described[1] != described[2]
+
+
+MEMBERS_OF_SETS = """
+import functools, runpy, sys
+describe_function = runpy.run_path(sys.argv[1])["describe_function"]
+def member_of(names):
+    return lambda name: name in names
+print(describe_function(member_of({"en", "de", "fr"})))
+print(describe_function(functools.partial(max, {"en", "de", "fr"})))
+print(describe_function(lambda name: name in {"en", "de", "fr"}))
+"""
+
+
+def said_under_hashes_of(seed: int) -> str:
+    command = [sys.executable, "-c", MEMBERS_OF_SETS, functions.__file__]
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    return subprocess.run(command, env=environment, check=True, capture_output=True).stdout.decode()
+
+
+def test_every_process_describes_a_function_alike() -> None:
+    assert said_under_hashes_of(1) == said_under_hashes_of(2) != ""
+
+
+def test_long_values_and_keyword_defaults_count_whole() -> None:
+    def holding(value: Any) -> Callable[[], Any]:
+        return lambda: value
+
+    def limited(*, limit: int = 3) -> int:
+        return limit
+
+    first = describe_function(limited)
+    limited.__kwdefaults__ = {"limit": 4}
+    assert describe_function(limited) != first
+    for one, other in (
+        (re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c")),
+        (np.arange(5000), np.arange(5000) + (np.arange(5000) == 2500)),
+        ({"a": {1, 2}}, {"a": {1, 3}}),
+    ):
+        assert describe_function(holding(one)) == describe_function(holding(one))
+        assert describe_function(holding(one)) != describe_function(holding(other))
+    with pytest.raises(ValueError, match="holds <object object at .*Hold plain values"):
+        describe_function(holding([object()]))
 
 
 def test_an_object_has_to_describe_itself() -> None:
