@@ -167,8 +167,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
             content = hashlib.sha256(file.read_bytes()).hexdigest()
             digest.update(f"{file.name}:{content}\n".encode())
         special = [self.bos_token, self.eos_token, self.default_add_bos, self.default_add_eos]
+        # The flags may come from the settings file, and decide which spaces a token takes along.
         vocabulary = sorted(
-            (id_, token.content) for id_, token in self.tokenizer.get_added_tokens_decoder().items()
+            [id_, token.content, token.lstrip, token.rstrip, token.single_word, token.normalized]
+            for id_, token in self.tokenizer.get_added_tokens_decoder().items()
         )
         digest.update(json.dumps([special, vocabulary]).encode())
         return digest.hexdigest()[:32]

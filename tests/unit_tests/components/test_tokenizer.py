@@ -190,3 +190,12 @@ def test_the_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
         tokenizer.fingerprint() for tokenizer in (first, other_default, other_special, other_merges)
     }
     assert len(prints) == 4
+
+
+def test_the_fingerprint_follows_the_flags_of_added_tokens(tmp_path: Path) -> None:
+    entry = {"content": "<s>", "special": True}
+    plain, greedy = [
+        small_bpe(tmp_path, added_tokens_decoder={"6": {**entry, "lstrip": lstrip}})
+        for lstrip in (False, True)
+    ]
+    assert plain.fingerprint() != greedy.fingerprint()
