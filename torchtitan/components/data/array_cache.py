@@ -9,6 +9,7 @@ without any lock and never written again, so it may lie on a read-only disk.
                   -> lock -> complete by now? -> build in <key>.building-... -> rename -> ArrayFolder
 """
 
+import errno
 import json
 import os
 import shutil
@@ -135,7 +136,13 @@ def open_or_build(
             # Those who have it open keep their pages; the name is free for the new one.
             shutil.rmtree(folder)
         _sweep(folder)
-        _build(folder, dtypes, fill)
+        try:
+            _build(folder, dtypes, fill)
+        except OSError as error:
+            # Only writing meets these, so they are none of the text that is read meanwhile.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise ValueError(_cannot_write(root, error.strerror or str(error))) from error
         return open_folder(folder, fits)
 
 

@@ -124,8 +124,12 @@ def _read_and_note(path: Path, notes: Path) -> str:
 
 def _write_note(note: Path, identity: list[Any], digest: str) -> None:
     temporary = note.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"identity": identity, "digest": digest}))
-    os.replace(temporary, note)
+    try:
+        temporary.write_text(json.dumps({"identity": identity, "digest": digest}))
+        os.replace(temporary, note)
+    except OSError:
+        # A full disk: without the note the next start reads the file again.
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[str, bool]:

@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import resource
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -203,3 +204,21 @@ def test_the_cache_lies_where_flag_and_environment_say(
     assert cache_root() == Path("/xdg/torchtitan")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_root() == tmp_path / ".cache/torchtitan"
+
+
+def test_a_full_disk_is_named_with_the_folder(tmp_path: Path) -> None:
+    def endless() -> Iterator[Document]:
+        while True:
+            yield np.ones(10_000, dtype=np.int64), None
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As near to a full disk as a test can come without one.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(
+            ValueError, match=f"token cache in {tmp_path}: .*--dataloader.cache_dir"
+        ):
+            open_or_build(tmp_path, "key", DTYPE, endless)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] in ([], ["key.lock"])
