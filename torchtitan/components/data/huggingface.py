@@ -94,7 +94,7 @@ def _load(config: HuggingFaceConfig, *, streaming: bool) -> Any:
     # The library raises errors of its own, of the network, of the file system and of pyarrow.
     except Exception as error:
         raise ValueError(
-            f"cannot load the dataset {config.place()}: {type(error).__name__}: {error}. Correct path, "
+            f"cannot load the dataset {config.place()}: {_reason(error)}. Correct path, "
             "name and split of the source, or give it local files."
         ) from error
     if not isinstance(found, kind):
@@ -103,6 +103,12 @@ def _load(config: HuggingFaceConfig, *, streaming: bool) -> Any:
             f"{type(found).__name__}. Name a single split."
         )
     return found
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong; the library puts that into the cause of an error that only says something is."""
+    cause = f", caused by {error.__cause__}" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {error}{cause}"
 
 
 class HuggingFaceRandomAccessSource(RandomAccessDataSource):
@@ -210,8 +216,18 @@ class _Cursor(DocumentCursor):
         self._iterator = iter(rows)
 
     def __next__(self) -> Record:
-        fields = next(self._iterator)
-        record = Record(dict(fields), f"{self._place}, row {self._number}", 0)
+        location = f"{self._place}, row {self._number}"
+        try:
+            fields = next(self._iterator)
+        except StopIteration:
+            raise
+        # Of the network, of the file system, of pyarrow; none of them names the data.
+        except Exception as error:
+            raise SampleError(
+                f"{location}: cannot be read, nor the rows read together with it: {_reason(error)}. "
+                "Correct the data or start again when its place can be reached."
+            ) from error
+        record = Record(dict(fields), location, 0)
         self._number += 1
         return record
 

@@ -140,3 +140,16 @@ def test_the_named_dataset_that_comes_along_makes_rows(
     assert data.check() == []
     loader = make_loader(dataset=ConcatThenSplitPackingConfig(dataset=data), row_length=64)
     assert len(take(loader, 2)) == 2
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_broken_files_are_named_with_the_reason(
+    tmp_path: Path, cached: dict[str, Any], source: Any, make_loader: MakeLoader
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"text": "fine"}\n' * 30 + '{"text": broken}\n')
+    data = SingleDatasetConfig(source=config_of(source, path, cached))
+    (problem,) = data.check()
+    assert "json [train]" in problem and "JSON parse error" in problem and "row 30" in problem
+    with pytest.raises(ValueError, match=r"json \[train\].*JSON parse error.*row 30"):
+        next(make_loader(dataset=ConcatThenSplitPackingConfig(dataset=data)))
