@@ -39,9 +39,14 @@ class Record:
 def expand_patterns(patterns: Sequence[str]) -> list[Path]:
     """The files that ``patterns`` (paths or globs) name, sorted.
 
-    Raises FileNotFoundError for patterns without a file, ValueError for a file named twice and
-    for empty files.
+    Raises FileNotFoundError for patterns without a file, ValueError for a single text in place of
+    patterns, for a file named twice and for empty files.
     """
+    if isinstance(patterns, str):
+        raise ValueError(
+            f"data files: a list of patterns was expected, but found the text {patterns!r}. Put it "
+            "into a list or tuple."
+        )
     if not patterns:
         raise ValueError("no data files were given: found an empty list. Name at least one file.")
     files: list[Path] = []

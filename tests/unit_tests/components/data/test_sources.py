@@ -195,3 +195,11 @@ def test_a_file_that_changes_or_goes_while_it_is_read_is_named(folder: Path) -> 
 def test_a_cache_folder_that_cannot_be_made_costs_no_digest(folder: Path) -> None:
     source = jsonl(folder / "a.jsonl")
     assert source.digest(folder / "a.jsonl") == source.digest(folder / "cache")
+
+
+def test_a_text_in_place_of_patterns_is_refused(folder: Path) -> None:
+    config = IndexedJsonlSource.Config(patterns=str(folder / "*.jsonl"))  # type: ignore[arg-type]: on purpose
+    with pytest.raises(
+        ValueError, match="expected, but found the text .*Put it into a list or tuple"
+    ):
+        config.build(dataset_iteration_policy=POLICY)
