@@ -141,10 +141,7 @@ class DatasetConcatConfig(DatasetConfig):
             if not isinstance(part, TokenizedCorpus)
         ]
         if others:
-            raise TypeError(
-                "a concatenation needs map-style children, which can be read at any place, but found "
-                f"{', '.join(others)}. Mix streams instead, and pack what is concatenated."
-            )
+            raise TypeError(_not_map_style(others))
         return TokenizedCorpus(
             stores=tuple(store for part in corpora for store in part.stores),
             digest=digest_of(*(part.digest for part in corpora)),
@@ -153,10 +150,24 @@ class DatasetConcatConfig(DatasetConfig):
 
     def check(self, tokenizer: BaseTokenizer | None = None) -> list[str]:
         found = [message for part in self.datasets for message in part.check(tokenizer)]
+        streams = [
+            f"a stream at number {number}"
+            for number, part in enumerate(self.datasets)
+            if part.is_streamed()
+        ]
+        if streams:
+            found.insert(0, _not_map_style(streams))
         return list(dict.fromkeys(found))
 
     def is_streamed(self) -> bool:
         return any(part.is_streamed() for part in self.datasets)
+
+
+def _not_map_style(found: Sequence[str]) -> str:
+    return (
+        "a concatenation needs map-style children, which can be read at any place, but found "
+        f"{', '.join(found)}. Mix streams instead, and pack what is concatenated."
+    )
 
 
 class Turns:

@@ -150,6 +150,8 @@ def test_a_concatenation_of_streams_or_mixes_is_refused(
         data = ConcatThenSplitPackingConfig(dataset=DatasetConcatConfig(datasets=[corpus, other]))
         with pytest.raises(TypeError, match="needs map-style children.* at number 1"):
             make_loader(dataset=data)
+    streamed = DatasetConcatConfig(datasets=[corpus, stream])
+    assert "found a stream at number 1" in ConcatThenSplitPackingConfig(dataset=streamed).check()[0]
 
 
 def test_nothing_to_mix_or_to_put_together_is_refused() -> None:
