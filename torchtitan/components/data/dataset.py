@@ -19,6 +19,7 @@ from torchtitan.components.data.array_cache import cache_root
 from torchtitan.components.data.corpus import TokenizedCorpus
 from torchtitan.components.data.document_stream import DocumentStream
 from torchtitan.components.data.files import Record, SampleError
+from torchtitan.components.data.functions import describe_function
 from torchtitan.components.data.processors import SampleProcessor, TextProcessor
 from torchtitan.components.data.sources import (
     RandomAccessDataSource,
@@ -96,8 +97,12 @@ class SingleDatasetConfig(DatasetConfig):
         num_broken = num_documents = 0
         if tokenizer is not None and (lack := self.processor.check_tokenizer(tokenizer)):
             problems.append(lack)
+        problems += self._filter_problems()
         try:
-            for found in self.source.probe():
+            probed = self.source.probe()
+            if probed is None:
+                return problems
+            for found in probed:
                 num_documents += 1
                 problem = str(found) if isinstance(found, SampleError) else self._check(found)
                 if problem is not None:
@@ -110,6 +115,15 @@ class SingleDatasetConfig(DatasetConfig):
             return [*problems, nothing_found()]
         if num_broken > _SHOWN_PROBLEMS:
             problems.append(f"and {num_broken - _SHOWN_PROBLEMS} more broken documents")
+        return problems
+
+    def _filter_problems(self) -> list[str]:
+        problems = []
+        for keep in (*self.pre_filters, *self.post_filters):
+            try:
+                describe_function(keep)
+            except ValueError as error:
+                problems.append(str(error))
         return problems
 
     def _check(self, record: Record) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from torchtitan.components.data.collators import Collator
-from torchtitan.components.data.engine import read_ahead, ReadAhead, ReadOptions, ThreadReadAhead
+from torchtitan.components.data.engine import read_ahead, ReadAhead, ThreadReadAhead
 from torchtitan.components.data.order import Share
 from torchtitan.components.data.position import (
     decode_position,
@@ -45,7 +45,6 @@ class FeedOptions:
     repeat: bool
     num_workers: int
     num_prefetch_batches: int
-    read_options: ReadOptions
     allow_changed_degree: bool
 
 
@@ -157,7 +156,7 @@ class IndexedFeed(Feed[int]):
                 self._collate,
                 rows_per_batch=self._share.rows_per_microbatch,
                 num_batches=options.num_prefetch_batches,
-                read_options=options.read_options,
+                read_options=self._context.read_options,
             )
             return _Numbered(batches, position, self._share.global_rows)
         make = _StripeOfMicrobatches(mine, self._collator, self._context)
@@ -236,6 +235,12 @@ class StreamFeed(Feed[StreamPosition]):
                 num_rows += count
                 yield self._collate(mine), StreamPosition(num_rows, point)
                 mine, count = [], 0
+        if num_rows == 0:
+            raise ValueError(
+                f"without repeat the data makes no batch: the stream ended after {count} rows, one "
+                f"batch over {share.dp_world_size} ranks takes {share.global_rows}. Lower the batch "
+                "size or drop --dataloader.no-repeat."
+            )
 
     def encode(self, position: StreamPosition) -> dict[str, Any]:
         return encode_stream_position(position, self._share.dp_world_size, self._rows.fingerprint)

@@ -17,7 +17,7 @@ import tyro
 from torchtitan.components.data.array_cache import cache_root, write_problem
 from torchtitan.components.data.collators import Collator, TextCollator
 from torchtitan.components.data.dataset import DatasetConfig, SingleDatasetConfig
-from torchtitan.components.data.engine import ReadOptions
+from torchtitan.components.data.engine import read_in_turn, ReadOptions
 from torchtitan.components.data.feed import Feed, feed_of, FeedOptions, Opened
 from torchtitan.components.data.order import Share
 from torchtitan.components.data.packing import ConcatThenSplitPackingConfig
@@ -89,8 +89,7 @@ class GrainDataLoader(BaseDataLoader):
         rank itself, which is enough for corpora."""
 
         read_options: Annotated[ReadOptions, tyro.conf.Suppress] = field(
-            # Rows come from mapped memory in microseconds; more threads only fight over the GIL.
-            default_factory=lambda: ReadOptions(num_threads=0, prefetch_buffer_size=0)
+            default_factory=read_in_turn
         )
         """How rows are read; threads help only where reading a row waits for something."""
 
@@ -188,6 +187,7 @@ class GrainDataLoader(BaseDataLoader):
             tokenizer=tokenizer,
             max_context_length=max_context_length,
             num_tokens_per_batch=num_tokens_per_batch,
+            read_options=config.read_options,
             cache_dir=config.cache_dir,
         )
         policy = DatasetIterationPolicy(
@@ -203,7 +203,6 @@ class GrainDataLoader(BaseDataLoader):
             repeat=config.repeat,
             num_workers=config.num_workers,
             num_prefetch_batches=config.num_prefetch_batches,
-            read_options=config.read_options,
             allow_changed_degree=config.allow_changed_degree,
         )
         rows = config.chosen_dataset().build(context=context, dataset_iteration_policy=policy)

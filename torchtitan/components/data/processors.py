@@ -45,7 +45,11 @@ class SampleProcessor(Configurable, ABC):
                 for item in fields(self)
                 for value in [getattr(self, item.name)]
             }
-            return f"{type(self).__qualname__} {settings}"
+            # A processor sees these two as well, and neither is in the tokenizer's files.
+            return (
+                f"{type(self).__qualname__} {settings}, context of {context.max_context_length} "
+                f"tokens, template {context.tokenizer.chat_template!r}"
+            )
 
         def check(self, record: Record) -> str | None:
             """What keeps ``record`` from being processed, found without a tokenizer."""

@@ -40,12 +40,12 @@ _CHECK_LINES = 1000
 class SourceConfig(Configurable.Config):
     """Base of the sources' configs: built with ``dataset_iteration_policy=``."""
 
-    def probe(self) -> Iterator[Record | SampleError]:
-        """Documents to check before a run, the broken ones as errors.
+    def probe(self) -> Iterator[Record | SampleError] | None:
+        """Documents to check before a run, the broken ones as errors; None checks nothing.
 
         Raises OSError or ValueError when there is nothing to read.
         """
-        return iter(())
+        return None
 
 
 class RandomAccessDataSource(Configurable, ABC):

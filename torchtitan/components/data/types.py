@@ -10,13 +10,14 @@ over all epochs and all ranks; which rank reads a row, and in which batch, is ar
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.components.data.engine import read_in_turn, ReadOptions
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import Configurable
 
@@ -54,6 +55,8 @@ class DatasetBuildContext:
     tokenizer: BaseTokenizer
     max_context_length: int
     num_tokens_per_batch: int
+    read_options: ReadOptions = field(default_factory=read_in_turn)
+    """How rows that have numbers are read."""
     cache_dir: str = ""
     """Folder of the token cache; empty stands for the user's cache folder."""
 

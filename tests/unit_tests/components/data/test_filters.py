@@ -235,6 +235,24 @@ def test_a_processor_of_ones_own_is_told_by_its_settings(tokenizer: HuggingFaceT
     assert len(set(descriptions)) == 3
 
 
+def test_a_processor_of_ones_own_is_told_by_context_and_template_too(tmp_path: Path) -> None:
+    own = HuggingFaceTokenizer(tokenizer_path="tests/assets/tokenizer")
+    short, long = [
+        DatasetBuildContext(tokenizer=own, max_context_length=length, num_tokens_per_batch=8)
+        for length in (4, 8)
+    ]
+    before = Masked.Config().describe(short)
+    assert Masked.Config().describe(long) != before
+    own.set_chat_template("{{ messages[0].content }}")
+    assert Masked.Config().describe(short) != before
+
+
+def test_a_filter_that_cannot_be_described_is_found_beforehand(corpus: Path) -> None:
+    held = object()
+    (problem,) = data_of(corpus, pre_filters=(lambda fields: fields != held,)).check()
+    assert "a function of the data holds <object object at" in problem
+
+
 class Loud(TextProcessor):
     """Differs from its base in what it does, not in its settings."""
 

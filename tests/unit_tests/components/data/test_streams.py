@@ -164,3 +164,20 @@ def test_a_broken_document_is_named_and_met_again(make_loader: MakeLoader, tmp_p
             ValueError, match="line 2: no field 'text'; fields that are there: other"
         ):
             next(loader)
+
+
+def test_a_stream_too_short_for_one_batch_of_all_ranks_is_refused(
+    make_loader: MakeLoader, tmp_path: Path
+) -> None:
+    lines = write_lines(tmp_path / "lines.jsonl", ["one two three four five"])
+    layout = {"dataset": stream_of(lines), "row_length": 4, "world": 8, "repeat": False}
+    for rank in (0, 7):
+        with pytest.raises(
+            ValueError, match="makes no batch: the stream ended after [12] rows, one"
+        ):
+            next(make_loader(rank=rank, **layout))
+
+
+def test_a_source_that_has_nothing_to_check_is_not_refused(corpus: Path) -> None:
+    assert LinesStream.Config(path=str(corpus)).probe() is None
+    assert stream_of(corpus).check() == []
