@@ -49,8 +49,8 @@ class Drawing(Recorded):
         self, config: Any, *, crash_after: int | None, torch_only: bool, seed: int
     ) -> None:
         super().__init__(config, crash_after=crash_after)
-        self.draws = Draws()
-        self.rank_state.register("draws", self.draws)
+        self.drawn = Draws()
+        self.rank_state.register("draws", self.drawn)
         self.torch_only = torch_only
         random.seed(seed)
         np.random.seed(seed)
@@ -64,8 +64,8 @@ class Drawing(Recorded):
         output = dropout(output, 0.25)
         if not self.torch_only:
             # Both of these keep every second value for the next call.
-            self.draws.numbers += [random.gauss(1.0, 0.01), 0.01 * np.random.standard_normal()]
-            output = output * self.draws.numbers[-2] + self.draws.numbers[-1]
+            self.drawn.numbers += [random.gauss(1.0, 0.01), 0.01 * np.random.standard_normal()]
+            output = output * self.drawn.numbers[-2] + self.drawn.numbers[-1]
         return output
 
 
@@ -123,7 +123,7 @@ def train(
     seen = Seen(
         losses=trainer.trace.losses,
         weights={key: digest(value) for key, value in weights.items()},
-        numbers=trainer.draws.numbers,
+        numbers=trainer.drawn.numbers,
         after=after,
         lines=[line for line in lines.seen if "random number generators" in line],
     )

@@ -167,12 +167,19 @@ class HuggingFaceTokenizer(BaseTokenizer):
             content = hashlib.sha256(file.read_bytes()).hexdigest()
             digest.update(f"{file.name}:{content}\n".encode())
         special = [self.bos_token, self.eos_token, self.default_add_bos, self.default_add_eos]
-        # The flags may come from the settings file, and decide which spaces a token takes along.
-        vocabulary = sorted(
-            [id_, token.content, token.lstrip, token.rstrip, token.single_word, token.normalized]
-            for id_, token in self.tokenizer.get_added_tokens_decoder().items()
-        )
-        digest.update(json.dumps([special, vocabulary]).encode())
+        added = sorted(self.tokenizer.get_added_tokens_decoder().items())
+        vocabulary = [(id_, token.content) for id_, token in added]
+        # They may come from the settings file, and decide which spaces a token takes along. Left out
+        # where they are the usual ones: positions saved before flags were looked at stay valid.
+        flags = [
+            [id_, token.lstrip, token.rstrip, token.single_word, token.normalized]
+            for id_, token in added
+            if token.lstrip
+            or token.rstrip
+            or token.single_word
+            or token.normalized == token.special
+        ]
+        digest.update(json.dumps([special, vocabulary, *([flags] if flags else [])]).encode())
         return digest.hexdigest()[:32]
 
     def fingerprint(self) -> str:

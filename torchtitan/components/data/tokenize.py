@@ -44,9 +44,12 @@ class DocumentMaker:
             for kind, functions in (("pre", self.pre_filters), ("post", self.post_filters))
             for function in functions
         ]
-        # A subclass may inherit what describes its settings, and do something else.
-        processor = type(self.processor).__qualname__
-        return "\n".join([f"{processor}: {self.processor.config.describe(context)}", *filters])
+        config = self.processor.config
+        processor = config.describe(context)
+        if "describe" not in vars(type(config)):
+            # What it inherits describes its settings, and the subclass may do something else.
+            processor = f"{type(self.processor).__qualname__}: {processor}"
+        return "\n".join([processor, *filters])
 
     def make(self, records: Sequence[Record], first_number: int) -> list[TextSequence | None]:
         """The tokens of each record; None for those that are left out."""
