@@ -4,7 +4,8 @@
 #   ./run_train.sh [--flag value ...]      --help lists every flag
 #
 # Environment:
-#   MODULE, CONFIG   recipe (default: llama3, llama3_jargon); --module and --config win over them
+#   MODULE, CONFIG   recipe (default: llama3, llama3_jargon); --module and --config win over them, and
+#                    a module without a config is an error that names its recipes
 #   NGPU             ranks on this machine (default: its GPUs, else 2 ranks on the CPU)
 #   NNODES           machines (default: 1), each with NGPU ranks and a clone of its own; start the same
 #                    command on all of them, with a place to meet on one, say
@@ -45,15 +46,22 @@ python=$(scripts/setup_env.sh runtime)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 recipe_module=(--module "${MODULE:-llama3}")
-recipe_config=(--config "${CONFIG:-llama3_jargon}")
+default_config=llama3_jargon
+# Another module may import the default recipe: it must not be trained by mistake.
+if [ -n "${MODULE:-}" ]; then default_config=""; fi
 wants_help=false
+has_config=false
 for argument in "$@"; do
     case "$argument" in
-        --module | --module=*) recipe_module=() ;;
-        --config | --config=*) recipe_config=() ;;
+        --module | --module=*) recipe_module=() default_config="" ;;
+        --config | --config=*) has_config=true ;;
         -h | --help) wants_help=true ;;
     esac
 done
+recipe_config=()
+if ! $has_config && [ -n "${CONFIG:-$default_config}" ]; then
+    recipe_config=(--config "${CONFIG:-$default_config}")
+fi
 # Behind a subcommand such as activation-checkpoint:full only its own flags are understood.
 arguments=("$@")
 position=0

@@ -103,6 +103,16 @@ def test_the_bare_command_trains_the_default_recipe_on_two_cpu_ranks(launch: Lau
     assert (environment["NGPU"], environment["NNODES"]) == ("2", "1")
 
 
+def test_the_default_recipe_is_not_looked_for_in_another_module(launch: Launcher) -> None:
+    for arguments, environment in ((["--module=mine"], {}), ([], {"MODULE": "mine"})):
+        asked = launch("run_train.sh", *arguments, **environment).arguments(PREFLIGHT)
+        assert "mine" in " ".join(asked) and "--config" not in asked
+        asked = launch("run_train.sh", *arguments, CONFIG="notes", **environment).arguments(
+            PREFLIGHT
+        )
+        assert asked[asked.index("--config") + 1] == "notes"
+
+
 @pytest.mark.skipif(not HAS_DEVICE_FILE, reason="no accelerator: torch is not asked")
 def test_the_bare_command_trains_on_all_gpus(launch: Launcher) -> None:
     outcome = launch("run_train.sh", GPUS="5")
