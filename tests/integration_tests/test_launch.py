@@ -127,13 +127,13 @@ def test_settings_that_cannot_be_used_end_with_code_two_and_no_rank(tmp_path: Pa
     folder = tmp_path / "run"
     settings = [
         "--training.num_tokens_per_train_step=1",
-        "--parallelism.tensor_parallel_degree=3",
+        "--parallelism.context_parallel_degree=2",
     ]
     command = [ROOT / "run_train.sh", f"--dump_folder={folder}", *settings]
     with Launched(command, cwd=ROOT, env={"PYTHON": sys.executable, "NGPU": "2"}) as run:
         assert run.finish() == 2, run.output
     assert "num_tokens_per_train_step" in run.output
-    assert "tensor_parallel_degree" in run.output
+    assert "context_parallel_degree" in run.output
     assert "[rank0]" not in run.output
     assert not folder.exists()
 
