@@ -27,6 +27,7 @@ from torchtitan.config import (
     TORCH_DTYPE_MAP,
     TrainingConfig,
 )
+from torchtitan.config.violations import collecting
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.summary import summary
 from torchtitan.observability import structured_logger as sl
@@ -208,7 +209,8 @@ def build_checkpointer(config: RunConfig, **parts: Any) -> BaseCheckpointManager
     if config.comm.mode != "default" and checkpoint.enable:
         # One process plays one rank of many: what it would save is not what a run computes.
         logger.info(f"Checkpoints are off, because --comm.mode is {config.comm.mode}")
-        checkpoint = dataclasses.replace(checkpoint, enable=False)
+        with collecting():  # the copy has nothing new to warn of
+            checkpoint = dataclasses.replace(checkpoint, enable=False)
     return checkpoint.build(
         **parts,
         sd_adapter=adapter(spec.model, config.hf_assets_path) if adapter else None,
