@@ -371,7 +371,7 @@ class Trainer(TrainStep, Stateful, Configurable):
             if hasattr(self, name):
                 try:
                     getattr(self, name).close()
-                except Exception as error:
+                except Exception as error:  # raised below, once the other parts are closed
                     errors.append(error)
                     logger.error(f"Closing the {name} failed: {error}")
         if errors:

@@ -2,12 +2,10 @@
 
 import os
 import select
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
 
 from tests.unit_tests.components.checkpointer.runs import build_run, Run
 
@@ -27,15 +25,6 @@ def writer_pid(run: Run) -> int:
     stager = run.manager.stager
     assert stager is not None and stager.writer_pid is not None
     return stager.writer_pid
-
-
-def message_of(action: Callable[..., Any], *arguments: Any) -> str:
-    """What a save that fails in ``action`` says."""
-    try:
-        action(*arguments)
-    except CheckpointSaveError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def load_newest(folder: Path) -> Any:

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
 
 from tests.ranks.pool import end_of_ranks, run_on_ranks
-from tests.unit_tests.components.checkpointer.runs import build_run, names
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
 
 pytestmark = pytest.mark.ranks
 
@@ -60,14 +59,6 @@ def run_freely() -> None:
 
 def disk_full() -> None:
     raise OSError(28, "No space left on device")
-
-
-def message_of(action: Callable[..., Any], *arguments: Any) -> str:
-    try:
-        action(*arguments)
-    except CheckpointSaveError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def fail_in_the_background(folder: Path, rank: int, at: str, surfaces_at: str) -> Any:

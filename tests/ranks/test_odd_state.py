@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, zeros
-from torchtitan.components.checkpointer import CheckpointManager, TRAIN_STATE
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -22,6 +22,7 @@ from torchtitan.components.optimizer import (
 )
 
 from tests.ranks.pool import run_on_ranks
+from tests.unit_tests.components.checkpointer.runs import build_manager
 
 STOP, END = 4, 8
 SIZES = {"used": 7, "late": 5, "paused": 3, "never": 4, "empty": 0, "frozen": 6}
@@ -171,17 +172,8 @@ def build(folder: Path, *, seed: int, **settings: Any) -> Run:
     schedule = LRSchedulersContainer.Config(warmup_steps=3, total_steps=12)
     lr_schedulers = schedule.build(optimizers=optimizers, training_steps=12)
     shifting, progress = Shifting(mesh), Steps()
-    config = CheckpointManager.Config(enable=True, interval=1, keep_latest_k=0, **settings)
-    manager = config.build(
-        dataloader=shifting,
-        model_parts=[model],
-        optimizers=optimizers,
-        lr_schedulers=lr_schedulers,
-        states={TRAIN_STATE: progress},
-        sd_adapter=None,
-        base_folder=str(folder),
-    )
-    return Run(model, optimizers, lr_schedulers, shifting, progress, manager)
+    parts = (model, optimizers, lr_schedulers, shifting, progress)
+    return Run(*parts, build_manager(folder, *parts, keep_latest_k=0, **settings))
 
 
 def stop_and_go_on(folder: Path, modes: list[str]) -> list[tuple[Any, Any, Any]]:

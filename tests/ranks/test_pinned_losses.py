@@ -16,9 +16,9 @@ from torchtitan.components.checkpointer.pinned import memory
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 
 from tests.ranks.held_writer import DATA, fill_disk, Hold, hold_next_save
-from tests.ranks.pinned_runs import children, load_newest, message_of, PATIENCE, PINNED, writer_pid
+from tests.ranks.pinned_runs import children, load_newest, PATIENCE, PINNED, writer_pid
 from tests.ranks.pool import run_on_ranks
-from tests.unit_tests.components.checkpointer.runs import build_run
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of
 
 pytestmark = pytest.mark.ranks
 

@@ -4,12 +4,13 @@ On a shared folder two ranks can list different contents a moment apart. What a 
 itself would then send ranks to different checkpoints, or leave one waiting for the others.
 """
 
-import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import cast, TypeVar
 
 import torch.distributed as dist
+
+from torchtitan.tools.errors import portable
 
 T = TypeVar("T")
 
@@ -27,9 +28,9 @@ def rank_zero_decides(decide: Callable[[], T], group: "dist.ProcessGroup | None"
     if dist.get_rank() == 0:
         try:
             verdict = [(decide(), None)]
-        except Exception as error:
+        except Exception as error:  # whatever it is, every rank raises it
             own_error = error
-            verdict = [(None, _portable(error))]
+            verdict = [(None, portable(error, "on rank 0"))]
     try:
         dist.broadcast_object_list(verdict, src=0, group=group)
     except RuntimeError:
@@ -59,12 +60,3 @@ def gather(value: T, group: "dist.ProcessGroup | None" = None) -> list[T]:
     values: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _portable(error: Exception) -> Exception:
-    """``error`` itself if it survives pickling, else a RuntimeError with its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__} on rank 0: {error}")
-    return error

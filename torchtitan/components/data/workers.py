@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
+from torchtitan.tools.errors import portable
+
 Item = TypeVar("Item")
 MakeStripe = Callable[[int, int], Iterator[Item]]
 """Makes the items of one stripe, given its number and how many stripes there are."""
@@ -136,16 +138,8 @@ def _work(payload: bytes, stripe: int, num_stripes: int, pipe: Connection) -> No
             raise
         # Whatever it is has to reach the trainer, which knows what to do.
         except Exception as error:
-            pipe.send((_ERROR, _transferable(error)))
+            pipe.send((_ERROR, portable(error)))
         # Ended by the parent, or by its death: what was sent must be read first.
         pipe.recv()
     except (EOFError, OSError):
         pass
-
-
-def _transferable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

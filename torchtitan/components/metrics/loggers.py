@@ -72,7 +72,9 @@ class LoggerContainer(BaseLogger):
         for metric_logger in list(self.loggers):
             try:
                 metric_logger.log(metrics, step)
-            except Exception as error:
+            except (
+                Exception
+            ) as error:  # a full disk or a lost network is no reason to stop training
                 self.loggers.remove(metric_logger)
                 logger.error(
                     f"{type(metric_logger).__name__} could not write the metrics of step {step}: {error!r}. "
@@ -83,5 +85,5 @@ class LoggerContainer(BaseLogger):
         for metric_logger in self.loggers:
             try:
                 metric_logger.close()
-            except Exception as error:
+            except Exception as error:  # the others are still to be closed
                 logger.error(f"{type(metric_logger).__name__} could not be closed: {error!r}.")

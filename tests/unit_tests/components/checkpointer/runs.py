@@ -1,5 +1,6 @@
 """A run small enough for a test, made of the real parts: FSDP2, optimizers, schedules, manager."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager, TRAIN_STATE
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.optimizer import (
     default_adamw,
     LRSchedulersContainer,
@@ -108,9 +110,22 @@ def build_run(folder: str | Path, *, width: int = 7, seed: int = 1, **settings: 
     schedule = LRSchedulersContainer.Config(warmup_steps=2)
     lr_schedulers = schedule.build(optimizers=optimizers, training_steps=1000)
     dataloader, progress = Counter(row=0), Counter(step=0)
+    parts = (model, optimizers, lr_schedulers, dataloader, progress)
+    return Run(*parts, build_manager(folder, *parts, **settings))
+
+
+def build_manager(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: OptimizersContainer,
+    lr_schedulers: LRSchedulersContainer,
+    dataloader: Any,
+    progress: Any,
+    **settings: Any,
+) -> CheckpointManager:
+    """What saves these parts into ``folder``, after each step unless ``settings`` say otherwise."""
     settings = {"enable": True, "interval": 1, **settings}
-    config = CheckpointManager.Config(**settings)
-    manager = config.build(
+    return CheckpointManager.Config(**settings).build(
         dataloader=dataloader,
         model_parts=[model],
         optimizers=optimizers,
@@ -119,9 +134,17 @@ def build_run(folder: str | Path, *, width: int = 7, seed: int = 1, **settings: 
         sd_adapter=None,
         base_folder=str(folder),
     )
-    return Run(model, optimizers, lr_schedulers, dataloader, progress, manager)
 
 
 def names(folder: str | Path) -> list[str]:
     """What lies in the checkpoint folder."""
     return sorted(entry.name for entry in (Path(folder) / "checkpoint").iterdir())
+
+
+def message_of(action: Callable[..., Any], *arguments: Any) -> str:
+    """What a save that fails in ``action`` says."""
+    try:
+        action(*arguments)
+    except CheckpointSaveError as error:
+        return str(error)
+    return "nothing was raised"

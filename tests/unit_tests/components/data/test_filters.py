@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torchtitan.components.data import (
     TextProcessor,
     TextSequence,
 )
+from torchtitan.components.data.files import Record
 from torchtitan.components.data.functions import describe_function
 from torchtitan.components.data.tokenize import DocumentMaker, tokenize
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -100,17 +101,33 @@ def threshold(limit: int) -> Callable[[int], bool]:
     return lambda value: value < limit
 
 
+def body_of(function: Callable[..., Any]) -> str:
+    """The description of ``function`` without its name."""
+    return describe_function(function).partition(" ")[2]
+
+
 def test_descriptions_follow_what_a_function_does() -> None:
-    def one(fields):
-        # A comment.
-        return fields["a"]
+    def plain() -> Callable[[dict[str, Any]], Any]:
+        def one(fields: dict[str, Any]) -> Any:
+            return fields["a"]
 
-    first = describe_function(one)
+        return one
 
-    def one(fields):  # type: ignore[no-redef]: the same name on purpose  # noqa: F811 likewise
-        return fields["b"]
+    def commented() -> Callable[[dict[str, Any]], Any]:
+        def one(fields: dict[str, Any]) -> Any:
+            # A comment changes nothing.
+            return fields["a"]
 
-    assert describe_function(one) != first
+        return one
+
+    def changed() -> Callable[[dict[str, Any]], Any]:
+        def one(fields: dict[str, Any]) -> Any:
+            return fields["b"]
+
+        return one
+
+    first, same, other = [body_of(each()) for each in (plain, commented, changed)]
+    assert first == same != other
     assert describe_function(threshold(3)) == describe_function(threshold(3))
     assert describe_function(threshold(3)) != describe_function(threshold(4))
     assert describe_function(lambda x: x + 1) != describe_function(lambda x: x + 2)
@@ -197,7 +214,9 @@ def test_what_cannot_be_kept_is_refused_with_the_document(
     reason: str,
 ) -> None:
     class Odd(TextProcessor):
-        def process_batch(self, records, first_number):  # type: ignore[no-untyped-def]: a stand-in
+        def process_batch(
+            self, records: Sequence[Record], first_number: int
+        ) -> list[TextSequence | None]:
             own = None if positions is None else np.array(positions)
             made = TextSequence(input_ids=np.array([1, 2]), labels=np.array(labels), positions=own)
             return [made] * len(records)

@@ -3,7 +3,6 @@
 The messages are small on purpose: sending one can never block on a writer that was stopped.
 """
 
-import pickle
 from dataclasses import dataclass
 
 
@@ -27,12 +26,3 @@ class Reply:
     """A request was carried out, or failed."""
 
     failure: BaseException | None = None
-
-
-def portable(error: BaseException) -> BaseException:
-    """``error`` itself if it survives the way to the other process, else one with its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

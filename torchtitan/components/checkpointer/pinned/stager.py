@@ -26,10 +26,11 @@ from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.pinned import means, memory, torch_seam
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting
-from torchtitan.components.checkpointer.pinned.messages import portable, Request
+from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import CanWait, Place, Snapshot, take
 from torchtitan.components.checkpointer.pinned.writer_process import WriterProcess
 from torchtitan.components.checkpointer.waiting import explanation, result_within, WaitExpiredError
+from torchtitan.tools.errors import portable
 from torchtitan.tools.logging import logger
 
 # Values that grow a little between saves should not need more memory each time.
@@ -48,7 +49,7 @@ class Staged:
         request = replace(self.request, path=str(storage_writer.path))
         try:
             request = replace(request, writer=pickle.dumps(storage_writer))
-        except Exception as error:
+        except Exception as error:  # sent on, so that it is the error of all ranks
             request = replace(request, failure=portable(error))
         self.process.save(request)
 
@@ -142,7 +143,7 @@ class SharedMemoryStager:
                 self._prewarming = None
             plain = {key: _plain(value) for key, value in state_dict.items()}
             self._snapshot = take(plain, self._find_can_wait())
-        except Exception as error:
+        except Exception as error:  # of any object in the state; the ranks settle what follows
             self.shortages.append(f"{type(error).__name__}: {error}")
             return
         needed = self._missing_bytes(self._snapshot)
@@ -178,7 +179,7 @@ class SharedMemoryStager:
             self._copy(snapshot.at_once)
             begun = self._mark()
             return self._executor.submit(self._finish, self._process, request, snapshot, begun)
-        except Exception as error:
+        except Exception as error:  # travels through the writers, to all ranks
             failed.set_result(_failed(self._process, error))
         return failed
 
@@ -215,7 +216,7 @@ class SharedMemoryStager:
                     self._stream.wait_event(begun)
                     self._copy(snapshot.later)
                 self._stream.synchronize()
-        except Exception as error:
+        except Exception as error:  # likewise
             return _failed(process, error)
         finally:
             # They keep tensors alive that the run may have replaced.

@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import join
-from torchtitan.components.checkpointer.pinned.messages import portable, Reply, Request
+from torchtitan.components.checkpointer.pinned.messages import Reply, Request
 from torchtitan.components.checkpointer.pinned.snapshot import restore
+from torchtitan.tools.errors import portable
 
 _PR_SET_PDEATHSIG = 1
 

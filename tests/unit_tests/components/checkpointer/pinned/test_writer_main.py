@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import cause_of
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
-from torchtitan.components.checkpointer.pinned.messages import portable, Request
+from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import take
 from torchtitan.components.checkpointer.pinned.writer_main import save
 
@@ -77,12 +77,3 @@ def test_what_fails_on_one_rank_fails_where_the_ranks_meet(
     assert text in failure_of(request, arena, os.getppid())
     assert not (tmp_path / "step-1/.metadata").exists()
     arena.close()
-
-
-def test_errors_that_do_not_pickle_travel_as_text() -> None:
-    class LocalError(Exception):
-        pass
-
-    assert repr(portable(LocalError("why"))) == "RuntimeError('LocalError: why')"
-    error = OSError(28, "No space left on device")
-    assert portable(error) is error
