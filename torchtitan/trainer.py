@@ -10,6 +10,7 @@ step starts from.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from torchtitan import assembly
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager, TRAIN_STATE
 from torchtitan.components.checkpointer.rank_state import RankState
 from torchtitan.components.checkpointer.state import RANK_STATE
-from torchtitan.components.data import BaseDataLoader, DataloaderExhaustedError
+from torchtitan.components.data import BaseDataLoader, DataloaderExhaustedError, TrainerBatch
 from torchtitan.components.loss import BaseLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
@@ -325,25 +326,32 @@ class Trainer(TrainStep, Stateful, Configurable):
             global_step=self.step, base_folder=config.dump_folder
         ) as profiler:
             while self.should_continue_training():
-                self.step += 1
-                sl.set_step(self.step, relative_step=self.step - loaded_step)
-                with sl.log_trace_span("step"):
-                    self.gc_handler.run(self.step)
-                    position = self.dataloader.state_dict()
-                    try:
-                        self.train_step(data_iterator)
-                    except DataloaderExhaustedError as error:
-                        # Microbatches of a step that never ran were not trained on.
-                        self.dataloader.load_state_dict(position)
-                        self._end_early(error, loaded_step)
-                        return
-                    self._save_and_validate()
-                    profiler.step()
-                if self.step == loaded_step + 1:
-                    # The first step compiled and allocated; from now on a slow rank is a lost one.
-                    seconds = config.comm.train_timeout_seconds
-                    dist_utils.set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
+                if not self._advance(data_iterator, loaded_step):
+                    return
+                profiler.step()
         logger.info("Training completed")
+
+    def _advance(self, data_iterator: Iterator[TrainerBatch], loaded_step: int) -> bool:
+        """The next step with all that follows it; False when the data ended before it."""
+        self.step += 1
+        num_steps_here = self.step - loaded_step
+        sl.set_step(self.step, relative_step=num_steps_here)
+        with sl.log_trace_span("step"):
+            self.gc_handler.run(self.step)
+            position = self.dataloader.state_dict()
+            try:
+                self.train_step(data_iterator)
+            except DataloaderExhaustedError as error:
+                # Microbatches of a step that never ran were not trained on.
+                self.dataloader.load_state_dict(position)
+                self._end_early(error, loaded_step)
+                return False
+            self._save_and_validate()
+        if num_steps_here == 1:
+            # The first step compiled and allocated; from now on a slow rank is a lost one.
+            seconds = self.config.comm.train_timeout_seconds
+            dist_utils.set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
+        return True
 
     def _save_and_validate(self) -> None:
         is_last = self.step == self.config.training.steps
