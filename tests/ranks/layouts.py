@@ -16,6 +16,9 @@ class Layout:
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks share the tokens between blocks, too."""
+
     wrapped: bool = False
     """Activation checkpointing, and torch.compile without a compiler."""
 
@@ -43,6 +46,7 @@ class Layout:
         parallelism.data_parallel_replicate_degree = self.replicate
         parallelism.data_parallel_shard_degree = self.shard
         parallelism.tensor_parallel_degree = self.tensor
+        parallelism.enable_sequence_parallel = self.sequence_parallel
         rows_per_microbatch, rest = divmod(rows_per_step, self.num_data_ranks * accumulation)
         assert rest == 0, "the rows must divide among ranks and microbatches"
         training.num_tokens_per_train_step = rows_per_step * CONTEXT
@@ -59,9 +63,11 @@ FSDP_4 = Layout(name="FSDP 4", shard=4)
 REPLICATE_2 = Layout(name="replicate 2", replicate=2)
 HSDP_4 = Layout(name="HSDP 2x2", replicate=2, shard=2)
 TP_2 = Layout(name="TP 2", tensor=2)
+TP_2_NO_SP = Layout(name="TP 2, no SP", tensor=2, sequence_parallel=False)
 TP_4 = Layout(name="TP 4", tensor=4)
 FSDP_TP_4 = Layout(name="FSDP 2 x TP 2", shard=2, tensor=2)
 REPLICATE_TP_4 = Layout(name="replicate 2 x TP 2", replicate=2, tensor=2)
+HSDP_TP_8 = Layout(name="HSDP 2x2 x TP 2", replicate=2, shard=2, tensor=2)
 
 
 def samples_in_order(ranks: list[Trace], step: int, layout: Layout) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torchtitan.components.checkpointer.storage import FilesystemStorage
 from torchtitan.tools.logging import logger
 
 from tests.ranks.pool import run_on_ranks
@@ -85,10 +86,27 @@ def finished_runs(folder: Path) -> dict[str, Any]:
     return found
 
 
-def start_at(path: Path, step: int, initial: Path | None) -> tuple[str, str]:
-    """What a start from the checkpoint folder ``path`` says, and the error it ends with."""
+class Behind(FilesystemStorage):
+    """A disk on which one entry has not arrived yet."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+
+    def listdir(self, path: str) -> list[str]:
+        return [name for name in super().listdir(path) if name != self.missing]
+
+
+def start_at(
+    path: Path, step: int, initial: Path | None, rank_behind: int | None = None
+) -> tuple[str, str, int]:
+    """What a start from the checkpoint folder ``path`` says, the error it ends with, and its step.
+
+    ``rank_behind`` does not see step 2.
+    """
     settings: dict[str, Any] = {} if initial is None else {"initial_load_path": str(initial)}
     begun = build_run(path.parent, **settings)
+    if rank_behind == dist.get_rank():
+        begun.manager._storage = Behind("step-2")
     error = ""
     with listening() as lines:
         try:
@@ -96,10 +114,10 @@ def start_at(path: Path, step: int, initial: Path | None) -> tuple[str, str]:
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
     begun.manager.close()
-    return "|".join(lines.start()), error
+    return "|".join(lines.start()), error, begun.step
 
 
-def start_everywhere(folder: Path) -> dict[str, tuple[str, str]]:
+def start_everywhere(folder: Path) -> dict[str, tuple[str, str, int]]:
     full, died, nowhere = (folder / name / "checkpoint" for name in ("full", "died", "none"))
     run_of_two = build_run(full.parent, keep_latest_k=0)
     run_of_two.train(2)
@@ -115,6 +133,8 @@ def start_everywhere(folder: Path) -> dict[str, tuple[str, str]]:
         "died": start_at(died, -1, None),
         "given": start_at(died, -1, given),
         "own": start_at(full, -1, nowhere),
+        "rank 0 is behind": start_at(full, -1, nowhere, rank_behind=0),
+        "rank 1 is behind": start_at(full, -1, nowhere, rank_behind=1),
         "step 1": start_at(full, 1, nowhere),
         "step 7": start_at(full, 7, given),
         "bad path": start_at(died, -1, nowhere),
@@ -130,6 +150,10 @@ def test_every_rank_says_the_same_one_line_or_ends_with_the_same_error(tmp_path:
         f"ignored, as the run has checkpoints of its own: --checkpoint.initial_load_path {nowhere}"
     )
     dead = f" In {died} these do not count: step-1, step-2 (saves that did not finish)."
+
+    def newest(step: int) -> tuple[str, str]:
+        return f"Loading the checkpoint {full}/step-{step} (newest full checkpoint; {ignored}).", ""
+
     initial = "ValueError: --checkpoint.initial_load_path names"
     fresh = "No checkpoint was provided, this is a fresh start."
     expected = {
@@ -140,7 +164,9 @@ def test_every_rank_says_the_same_one_line_or_ends_with_the_same_error(tmp_path:
             + dead,
             "",
         ),
-        "own": (f"Loading the checkpoint {full}/step-2 (newest full checkpoint; {ignored}).", ""),
+        "own": newest(2),
+        "rank 0 is behind": newest(1),
+        "rank 1 is behind": newest(2),
         "step 1": (
             f"Loading the checkpoint {full}/step-1 (--checkpoint.load_step=1; {ignored}).",
             "",
@@ -150,7 +176,9 @@ def test_every_rank_says_the_same_one_line_or_ends_with_the_same_error(tmp_path:
         "folder": ("", f"{initial} {full}, which is not a checkpoint but a folder around"),
     }
     assert set(first) == set(expected)
-    for case, (line, error) in first.items():
+    loaded = {"own": 2, "rank 0 is behind": 1, "rank 1 is behind": 2, "step 1": 1}
+    for case, (line, error, step) in first.items():
+        assert step == loaded.get(case, 0), case
         assert line == expected[case][0], case
         assert error.startswith(expected[case][1]) and bool(error) == bool(expected[case][1]), error
 

@@ -232,6 +232,18 @@ def test_four_ranks_train_like_one() -> None:
     )
 
 
+def test_eight_ranks_of_replicas_shards_and_tensor_parallel_train_like_one() -> None:
+    run_on_ranks(
+        8,
+        _compare_all,
+        [
+            Case(replicate=2, shard=2),
+            Case(replicate=2, shard=2, flavor=UNEVEN, sequence_parallel=False, chunked=False),
+        ],
+        timeout_seconds=240,
+    )
+
+
 def test_compiled_blocks_train_like_eager_ones() -> None:
     compiled = CompileConfig(enable=True, components=["model", "loss"], backend="aot_eager")
     cases = [Case(shard=2, compile=compiled, checkpointing=SelectiveAC.Config())]
