@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -70,6 +71,8 @@ class Answer:
     """Graphs that torch.compile made."""
     num_breaks: int
     saved_names: list[str]
+    optimizer_names: list[str]
+    """What the state of an optimizer of the model is saved under."""
     live_names: list[str]
 
 
@@ -100,8 +103,14 @@ def answer(case: Case, fit: Fit | None = None) -> Answer:
         num_graphs=counters["stats"]["unique_graphs"],
         num_breaks=sum(counters["graph_break"].values()),
         saved_names=list(model.state_dict()),
+        optimizer_names=optimizer_names(model),
         live_names=[name for name, _ in model.named_parameters()],
     )
+
+
+def optimizer_names(model: nn.Module) -> list[str]:
+    model.zero_grad()  # with gradients at hand, asking for its state does not create it
+    return sorted(default_adamw(lr=1e-3).build(model_parts=[model]).state_dict())
 
 
 def answers(cases: dict[str, Case]) -> dict[str, Answer]:

@@ -13,7 +13,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.common.decoder_sharding import shard_decoder
 from torchtitan.models.llama3 import Llama3Model
 
-from tests.ranks.gradients import Answer, answer, answers, Case
+from tests.ranks.gradients import Answer, answer, answers, Case, optimizer_names
 from tests.ranks.pool import run_on_ranks
 from tests.unit_tests.models.small import ROW_LENGTH, small_config
 
@@ -119,13 +119,21 @@ def test_gradients_and_names_are_those_of_the_plain_model(world_size: int) -> No
 
 def test_any_order_of_checkpointing_compiling_and_sharding_computes_the_same() -> None:
     cases = {
+        # On two ranks this shards over one.
         "TP": Case(tensor=2, compile=COMPILE["compiled"], checkpointing=SelectiveAC.Config()),
+        **{
+            f"FSDP, {name}": Case(compile=COMPILE["compiled"], checkpointing=CHECKPOINTING[name])
+            for name in ("full", "selective")
+        },
     }
     [found, _] = run_on_ranks(2, _fitted_in_other_orders, cases, timeout_seconds=240)
-    names = list(small_config().build().state_dict())
+    plain = small_config().build()
+    names = list(plain.state_dict())
+    assert len(found) == 15
     for case, of_rank in found.items():
         assert of_rank.worst < 2e-5, case
         assert of_rank.saved_names == names, case
+        assert of_rank.optimizer_names == optimizer_names(plain), case
         assert of_rank.num_graphs == _graphs(case), f"{case} is not compiled"
 
 

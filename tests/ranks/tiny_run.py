@@ -51,11 +51,17 @@ class Trace:
     loaded: dict[str, str] = field(default_factory=dict)
     """The same before the first step of this run."""
 
+    validation_losses: dict[int, float] = field(default_factory=dict)
     rng: dict[str, str] = field(default_factory=dict)
     """Digests of the generators of this rank at the end."""
 
     epochs: dict[int, int] = field(default_factory=dict)
     resumed_from: int = 0
+    async_mode: str = ""
+    """How the run saved in the end, which is not how it was told to if staging failed."""
+
+    has_writer: bool = False
+    """Whether a process of its own wrote checkpoints in the end."""
 
 
 class Recorded(Trainer):
@@ -103,6 +109,9 @@ class _Recorder(BaseLogger):
         self.trace = trace
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        if "validation_metrics/loss" in metrics:
+            self.trace.validation_losses[step] = metrics["validation_metrics/loss"]
+            return
         self.trace.losses[step] = metrics["loss_metrics/global_avg_loss"]
         # Several groups have several entries, of which the first is as good as any.
         self.trace.learning_rates[step] = next(
@@ -131,6 +140,13 @@ def state_of(trainer: Trainer) -> dict[str, str]:
         **trainer.state_dict(),
     }
     return {name: digest(value) for name, value in sorted(state.items())}
+
+
+def _note_how_it_saved(trainer: Recorded) -> None:
+    manager = trainer.checkpointer
+    if isinstance(manager, CheckpointManager) and manager.enable:
+        trainer.trace.async_mode = manager.async_mode.value
+        trainer.trace.has_writer = getattr(manager.stager, "writer_pid", None) is not None
 
 
 def generators() -> dict[str, str]:
@@ -211,6 +227,7 @@ def run(
     except CrashError:
         pass
     trainer.trace.rng = generators()
+    _note_how_it_saved(trainer)
     trainer.close()
     if with_state:
         trainer.trace.state = state_of(trainer)
