@@ -20,7 +20,7 @@ from torchtitan.config import CommConfig
 from torchtitan.distributed import utils
 
 from tests.ranks.pool import end_of_ranks
-from tests.unit_tests.components.checkpointer.runs import build_run, Run
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of, Run
 
 pytestmark = pytest.mark.ranks
 
@@ -90,6 +90,26 @@ def load_while_rank_0_hangs(folder: Path) -> None:
         (folder / f"rank {dist.get_rank()}").write_text(str(error))
     store.set("rank 1 has given up", "")
     part_in_peace(store)
+
+
+def save_while_rank_1_is_late(folder: Path) -> None:
+    run, store = begin(folder, "async_with_pinned_mem")
+    run.train(1, save=False)
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 has given up"])
+    (folder / f"rank {dist.get_rank()}").write_text(message_of(run.manager.save, 1))
+    store.set("rank 0 has given up", "")
+    run.manager.close()
+    part_in_peace(store)
+
+
+def test_a_rank_that_is_late_for_a_staged_save_is_waited_for_no_longer_than_the_limit(
+    tmp_path: Path,
+) -> None:
+    end_of_ranks(2, save_while_rank_1_is_late, tmp_path, init=False)
+    asked = f"step 1 to {tmp_path}/checkpoint/step-1"
+    assert f"{asked} was given up: rank 0 {WORDS}" in (tmp_path / "rank 0").read_text()
+    assert asked in (tmp_path / "rank 1").read_text()
 
 
 def test_a_background_save_that_hangs_on_one_rank_is_given_up_on_all(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ from torchtitan.components.checkpointer.in_flight import (
     await_save,
     await_staging,
     FAILURES,
-    save_error,
+    saving,
+    told_as_save_error,
 )
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
@@ -228,14 +229,15 @@ class CheckpointManager(BaseCheckpointManager):
     def _save(self, curr_step: int, last_step: bool) -> bool:
         if not self._should_save(curr_step, last_step):
             if not self.load_only:
-                self._prewarm()
+                self._prewarm(curr_step)
             return False
         sl.add_step_tag("checkpoint_save")
         due_at = time.monotonic()
-        earlier_failure = self._settle_previous(last_step)
+        checkpoint_id = self._create_checkpoint_id(curr_step)
+        asked = saving(curr_step, checkpoint_id)
+        earlier_failure = self._settle_previous(asked, last_step)
         if earlier_failure is not None and not last_step:
             raise earlier_failure  # after the last step, the last chance to keep the work comes first
-        checkpoint_id = self._create_checkpoint_id(curr_step)
         mode = AsyncMode.DISABLED if last_step else self.async_mode
         self._report = SaveReport(
             curr_step,
@@ -245,17 +247,15 @@ class CheckpointManager(BaseCheckpointManager):
             is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
             due_at=due_at,
         )
-        try:
-            with patience(timedelta(seconds=self.timeout_seconds)):
-                # Nothing expires with the last save: no later one needs the space.
-                self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
-                self._report.dispatched()
-                if last_step:
-                    self._save_last_step(curr_step)
-                else:
-                    self._dispatch(checkpoint_id)
-        except FAILURES as error:
-            raise save_error(curr_step, checkpoint_id, error, self.timeout_seconds) from error
+        limit_seconds = self.timeout_seconds
+        with told_as_save_error(asked, limit_seconds), patience(timedelta(seconds=limit_seconds)):
+            # Nothing expires with the last save: no later one needs the space.
+            self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
+            self._report.dispatched()
+            if last_step:
+                self._save_last_step(curr_step)
+            else:
+                self._dispatch(checkpoint_id)
         if self.save_future is None:
             self._report.completed_now()
         if earlier_failure is not None:
@@ -272,12 +272,14 @@ class CheckpointManager(BaseCheckpointManager):
             )
         return self.stager
 
-    def _prewarm(self) -> None:
+    def _prewarm(self, curr_step: int) -> None:
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
-            self._open_stager().prewarm(self._flattened_model_states_sd())
-            self._settle(None, needs_writer=True)
+            asked = f"Preparing after step {curr_step} for saves into {self.folder}"
+            with told_as_save_error(asked, self.timeout_seconds):
+                self._open_stager().prewarm(self._flattened_model_states_sd())
+                self._settle(None, needs_writer=True)
 
-    def _settle_previous(self, last_step: bool) -> CheckpointSaveError | None:
+    def _settle_previous(self, asked: str, last_step: bool) -> CheckpointSaveError | None:
         """Wait for the save in flight; what it failed with."""
         failure: CheckpointSaveError | None = None
         try:
@@ -287,9 +289,10 @@ class CheckpointManager(BaseCheckpointManager):
         except CheckpointSaveError as error:
             failure = error
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
-            if not last_step:
-                self._open_stager().prepare(self._flattened_model_states_sd())
-            failure = self._settle(failure, needs_writer=not last_step)
+            with told_as_save_error(asked, self.timeout_seconds, failure):
+                if not last_step:
+                    self._open_stager().prepare(self._flattened_model_states_sd())
+                failure = self._settle(failure, needs_writer=not last_step)
         return failure
 
     def _settle(

@@ -6,8 +6,9 @@ the checkpoint is durable.
     dispatch -> staging future -> (optimizer.step) ... saving future -> (the next save, or close)
 """
 
+from collections.abc import Generator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -47,7 +48,7 @@ def await_staging(
     except FAILURES as error:
         if report is None or not is_late(error):
             raise
-        raise save_error(report.step, report.path, error, limit_seconds) from error
+        raise save_error(saving(report.step, report.path), error, limit_seconds) from error
 
 
 def await_save(
@@ -67,7 +68,7 @@ def await_save(
     except FAILURES as error:
         if report is None:
             raise
-        failure = save_error(report.step, report.path, error, limit_seconds)
+        failure = save_error(saving(report.step, report.path), error, limit_seconds)
         if mode is AsyncMode.ASYNC_WITH_PINNED_MEM and future.done():
             # The writer process is replaced, so nothing of the late save is left.
             failure = CheckpointSaveError(str(failure))
@@ -77,11 +78,35 @@ def await_save(
             report.completed(future)
 
 
-def save_error(
-    step: int, path: str, error: BaseException, limit_seconds: float
-) -> CheckpointSaveError:
+@contextmanager
+def told_as_save_error(
+    asked: str, limit_seconds: float, earlier: CheckpointSaveError | None = None
+) -> Generator[None]:
+    """Let all that the block fails with be an error that begins with what was ``asked``.
+
+    It tells of the ``earlier`` failure as well, which was to be told next.
+
+    Raises:
+        CheckpointSaveError: it failed, or waited for longer than ``limit_seconds``.
+    """
+    try:
+        yield
+    except CheckpointSaveError:
+        raise
+    except FAILURES as error:
+        failure = save_error(asked, error, limit_seconds)
+        if earlier is not None:
+            failure.add_note(f"Before that: {earlier}")
+        raise failure from error
+
+
+def saving(step: int, path: str) -> str:
+    """What is asked for by a save, for the beginning of an error."""
+    return f"Saving the checkpoint of step {step} to {path}"
+
+
+def save_error(asked: str, error: BaseException, limit_seconds: float) -> CheckpointSaveError:
     """What the caller of a failed save is told."""
-    asked = f"Saving the checkpoint of step {step} to {path}"
     if is_late(error):
         return CheckpointSaveTimeoutError(
             f"{asked} was given up: {explanation(limit_seconds)} Older checkpoints are untouched."

@@ -7,6 +7,7 @@ program has to leave without it in the end, see ``leave_if_given_up``.
     a collective  the timeout of its group               on our own group, in the background
                   within, around the training thread     on training's group
     a thread      join with the limit                    deletions at the end
+    a process     wait with the limit                    a writer that was killed
 """
 
 import logging
@@ -44,10 +45,15 @@ def result_within(future: "Future[Any]", seconds: float) -> Any:
     """
     # What only answers like a future is asked directly.
     if isinstance(future, Future) and not wait([future], timeout=seconds).done:
-        global _has_given_up
-        _has_given_up = True
+        note_given_up()
         raise WaitExpiredError(f"not done after {seconds:g} s")
     return future.result()
+
+
+def note_given_up() -> None:
+    """Remember that something still runs which this process must not wait for at its end."""
+    global _has_given_up
+    _has_given_up = True
 
 
 @contextmanager

@@ -1,5 +1,7 @@
-"""A folder in memory that answers the checkpointer's questions, and a manager without a backend."""
+"""A folder in memory that answers the checkpointer's questions, a manager without a backend, and more."""
 
+import os
+import subprocess
 from typing import Any
 
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
@@ -63,6 +65,29 @@ class MemoryStorage:
         for key in taken:
             del self.entries[key]
         return taken
+
+
+class UnkillableProcess:
+    """A Popen whose process hangs in the kernel: it never answers, and no signal ends it."""
+
+    pid = 4711
+
+    def __init__(self, arguments: list[str], *, pass_fds: tuple[int, int], **others: Any) -> None:
+        self._connection = os.dup(pass_fds[0])
+        self.kills = 0
+
+    def __del__(self) -> None:
+        os.close(self._connection)
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "this would wait for ever"
+        raise subprocess.TimeoutExpired("a writer", timeout)
 
 
 class BareManager(BaseCheckpointManager):

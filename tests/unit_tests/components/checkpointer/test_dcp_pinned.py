@@ -1,15 +1,21 @@
 """When the manager warms up, and what it does on a machine that turns out to be too small."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
-from torchtitan.components.checkpointer import AsyncMode, dcp
+from torchtitan.components.checkpointer import AsyncMode, dcp, waiting
+from torchtitan.components.checkpointer.errors import (
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
+)
 from torchtitan.components.checkpointer.pinned import memory, stager
 
-from tests.unit_tests.components.checkpointer.runs import build_run, names
+from tests.unit_tests.components.checkpointer.fakes import UnkillableProcess
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -85,3 +91,65 @@ def test_a_machine_without_memory_for_the_copy_saves_all_the_same(
     assert {f"step-{step}" for step in saved} <= set(names(tmp_path))
     for name in names(tmp_path):
         assert (tmp_path / f"checkpoint/{name}/.metadata").exists()
+
+
+LATE = RuntimeError("Timed out waiting 600000ms for recv operation to complete")
+
+
+def test_a_rank_that_is_late_to_settle_is_named_with_step_path_and_flag(
+    made: MagicMock, tmp_path: Path
+) -> None:
+    run = build_run(tmp_path, async_mode=PINNED, interval=3)
+    with patch.object(dcp, "settle", side_effect=LATE):
+        ahead = message_of(run.train, 1)
+    assert f"Preparing after step 1 for saves into {tmp_path}/checkpoint was given up" in ahead
+    assert "rank 0 has waited for 600 s, the limit of --checkpoint.timeout_seconds" in ahead
+    with (
+        patch.object(dcp, "settle", side_effect=LATE),
+        pytest.raises(CheckpointSaveTimeoutError) as raised,
+    ):
+        run.train(3)
+    assert f"of step 3 to {tmp_path}/checkpoint/step-3 was given up: rank 0" in str(raised.value)
+    assert raised.value.__cause__ is LATE
+    run.manager.close()
+
+
+def test_a_late_rank_does_not_hide_how_the_previous_save_failed(
+    made: MagicMock, tmp_path: Path
+) -> None:
+    run = build_run(tmp_path, async_mode=PINNED)
+    with (
+        patch.object(
+            run.manager,
+            "maybe_wait_for_saving",
+            side_effect=CheckpointSaveError("the disk is full"),
+        ),
+        patch.object(dcp, "settle", side_effect=LATE),
+        pytest.raises(CheckpointSaveTimeoutError) as raised,
+    ):
+        run.train(1)
+    assert raised.value.__notes__ == ["Before that: the disk is full"]
+    run.manager.close()
+
+
+def test_memory_taken_ahead_that_never_comes_is_an_error_of_the_save(
+    made: MagicMock, tmp_path: Path
+) -> None:
+    made.prepare.side_effect = waiting.WaitExpiredError("not done after 600 s")
+    run = build_run(tmp_path, async_mode=PINNED)
+    message = message_of(run.train, 1)
+    assert f"of step 1 to {tmp_path}/checkpoint/step-1 was given up: rank 0" in message
+    run.manager.close()
+
+
+def test_closing_leaves_a_writer_behind_that_no_signal_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "_has_given_up", False)
+    run = build_run(tmp_path, async_mode=PINNED, interval=9)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", UnkillableProcess)
+        run.train(2)
+    run.manager.close()
+    assert run.manager.stager is None and waiting._has_given_up
+    assert "of rank 0 was killed and has not ended within 10 s" in caplog.text

@@ -29,7 +29,12 @@ from torchtitan.components.checkpointer.pinned.meeting import Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import CanWait, Place, Snapshot, take
 from torchtitan.components.checkpointer.pinned.writer_process import WriterProcess
-from torchtitan.components.checkpointer.waiting import explanation, result_within, WaitExpiredError
+from torchtitan.components.checkpointer.waiting import (
+    explanation,
+    is_late,
+    result_within,
+    WaitExpiredError,
+)
 from torchtitan.tools.errors import portable
 from torchtitan.tools.logging import logger
 
@@ -105,6 +110,8 @@ class SharedMemoryStager:
             try:
                 self._address = rank_zero_decides(self._open_store, self._group)
             except (OSError, RuntimeError) as error:
+                if is_late(error):
+                    raise  # the ranks stand at different places by now
                 self.shortages.append(f"the writer processes have no store to meet at: {error}")
                 return
         if self._process is not None:
@@ -135,12 +142,16 @@ class SharedMemoryStager:
         """Take ``state_dict`` apart for the save that follows, and see whether it can be staged.
 
         Takes no memory yet. Until ``stage`` is called the state must not change.
+
+        Raises:
+            WaitExpiredError: the memory that ``prewarm`` asked for has not come within the limit.
         """
+        if self._prewarming is not None:
+            # No shortage, which is for all ranks to settle: they have waited as long by now.
+            result_within(self._prewarming, self._timeout.total_seconds())
+            self._prewarming = None
         self._snapshot, self._prewarms = None, False
         try:
-            if self._prewarming is not None:
-                self._prewarming.result()
-                self._prewarming = None
             plain = {key: _plain(value) for key, value in state_dict.items()}
             self._snapshot = take(plain, self._find_can_wait())
         except Exception as error:  # of any object in the state; the ranks settle what follows

@@ -14,6 +14,8 @@ import threading
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting, report_death
 from torchtitan.components.checkpointer.pinned.messages import Reply, Request
+from torchtitan.components.checkpointer.waiting import FLAG, note_given_up
+from torchtitan.tools.logging import logger
 
 # Deaf to signals before the seconds that importing torch takes: a scheduler signals every process of
 # a job, and the trainer then wants to finish the save in flight.
@@ -24,6 +26,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 from torchtitan.components.checkpointer.pinned.writer_main import main
 main()
 """
+# For the kernel to take a killed process down; one that hangs in a call to a disk outlives SIGKILL.
 _END_SECONDS = 10.0
 
 
@@ -93,10 +96,10 @@ class WriterProcess:
                 report_death(self._meeting, obituary)
             raise WriterDiedError(obituary) from error
         if reply is None:
-            self._kill()
+            how = "was ended" if self._kill() else "was killed, but the kernel still holds it"
             raise TimeoutError(
                 f"the writer process did not finish within {self._timeout.total_seconds():.0f} s "
-                "(--checkpoint.timeout_seconds) and was ended"
+                f"({FLAG}) and {how}"
             )
         assert isinstance(reply, Reply)
         return reply
@@ -104,20 +107,40 @@ class WriterProcess:
     def end(self) -> None:
         """End the process now; whoever waits for its answer gets a ``WriterDiedError``.
 
-        Idle, it has nothing to finish. It may be starting up still, deaf to everything else.
+        Idle, it has nothing to finish. It may be starting up still, deaf to everything else. One that
+        does not end in time, since a disk does not answer it, is left behind with a warning: what is
+        left of it can finish the one call that it hangs in, and nothing after that.
         """
-        self._kill()
-        with self._in_use:  # whoever waits has felt it by now
+        is_gone = self._kill()
+        is_free = self._in_use.acquire(timeout=self._end_seconds)  # whoever waits felt it by now
+        if is_free:
             self._connection.close()
+            self._in_use.release()
+        if is_gone and is_free:
+            return
+        note_given_up()
+        logger.warning(
+            f"{self} was killed and has not ended within {self._end_seconds:g} s, so it is left "
+            "behind. Look for a disk that does not answer."
+        )
 
-    def _kill(self) -> None:
+    def _kill(self) -> bool:
+        """Whether the process has ended."""
         self._is_out_of_step = True
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(self._end_seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    @property
+    def _end_seconds(self) -> float:
+        return min(_END_SECONDS, self._timeout.total_seconds())
 
     def _obituary(self) -> str:
         try:
-            code = self._process.wait(_END_SECONDS)
+            code = self._process.wait(self._end_seconds)
         except subprocess.TimeoutExpired:
             return f"{self} closed its connection without an answer"
         how = f"with exit code {code}; its own words are in the log"

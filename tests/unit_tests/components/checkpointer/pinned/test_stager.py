@@ -228,6 +228,37 @@ def test_a_new_writer_takes_the_place_of_the_old_one_with_a_new_number(
     assert not second.is_open
 
 
+def test_memory_taken_ahead_that_never_comes_is_given_up_by_the_next_save(
+    stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_has_given_up", False)
+    stager.start_writer()
+    stager._timeout, gate = timedelta(seconds=0.05), threading.Event()
+    stager._executor.submit(gate.wait, 30)
+    stager.prewarm({"still": torch.zeros(2)})
+    stager.take_room()
+    # An error and no shortage: the other ranks have waited as long, and settle nothing any more.
+    with pytest.raises(waiting.WaitExpiredError):
+        stager.prepare({"still": torch.zeros(2)})
+    assert waiting._has_given_up and stager.shortages == []
+    gate.set()
+
+
+def test_ranks_that_are_late_for_the_store_are_no_shortage_that_can_be_settled(
+    stager: SharedMemoryStager,
+) -> None:
+    late = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+    with (
+        patch.object(stager_module.dist, "is_initialized", return_value=True),
+        patch.object(stager_module.dist, "get_world_size", return_value=2),
+        patch.object(stager_module.dist, "get_rank", return_value=1),
+        patch.object(stager_module, "rank_zero_decides", side_effect=late),
+        pytest.raises(RuntimeError, match="Timed out"),
+    ):
+        stager.start_writer()
+    assert stager.shortages == []
+
+
 def test_closing_gives_up_a_copy_that_hangs(
     stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

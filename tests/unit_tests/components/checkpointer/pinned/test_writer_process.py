@@ -6,6 +6,7 @@ Starting one takes seconds, so each is put through as much as possible.
 import os
 import pickle
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchtitan.components.checkpointer import waiting
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
@@ -21,6 +23,7 @@ from torchtitan.components.checkpointer.pinned.snapshot import take
 from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError, WriterProcess
 
 from tests.ranks.held_writer import FullDiskWriter, HeldWriter, Hold, INDEX
+from tests.unit_tests.components.checkpointer.fakes import UnkillableProcess
 
 _started: list[WriterProcess] = []
 
@@ -79,7 +82,7 @@ def test_a_full_disk_is_told_as_such_and_a_process_that_hangs_is_ended_in_time(
     process._timeout = timedelta(seconds=0.2)
     with pytest.raises(TimeoutError, match="did not finish within 0 s .*timeout_seconds"):
         process.save(full)
-    assert not process.is_usable and process._process.poll() == -signal.SIGKILL
+    assert not process.is_usable and process._process.wait(30) == -signal.SIGKILL
     process.end()
     arena.close()
 
@@ -127,4 +130,28 @@ def test_giving_up_a_save_ends_the_process_and_whoever_waits_for_it(tmp_path: Pa
     process.end()
     saving.join(30)
     assert len(failures) == 1 and process._process.poll() == -signal.SIGKILL
+    arena.close()
+
+
+def test_a_process_that_sigkill_does_not_end_is_left_behind_in_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "_has_given_up", False)
+    monkeypatch.setattr(subprocess, "Popen", UnkillableProcess)
+    arena = Arena()
+    process = WriterProcess(
+        arena,
+        Meeting(
+            rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=0.1)
+        ),
+    )
+    with pytest.raises(TimeoutError, match="timeout_seconds.* was killed, but the kernel still"):
+        process.save(Request(path="", mapped_bytes=0, payload_offset=0, payload_bytes=0))
+    assert not process.is_usable
+    with process._in_use:  # as the thread that delivers a save has it while it waits
+        process.end()
+    assert waiting._has_given_up and not process._connection.closed
+    assert f"the writer process {process.pid} of rank 0 was killed and has not ended" in caplog.text
+    process.end()
+    assert process._connection.closed
     arena.close()
