@@ -23,11 +23,9 @@ from typing import Any
 # So that it runs from a clone in which nothing is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan.observability.run_log import (  # noqa: E402 (the path comes first)
-    read_run,
-    Run,
-    Save,
-)
+from torchtitan.observability.run_log import read_run, Run, Save  # noqa: E402 (as above)
+
+from scripts.wording import counted  # noqa: E402 (the path comes first)
 
 _LOSS, _VALIDATION = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 _TPS, _MFU = "throughput(tps)", "mfu(%)"
@@ -166,18 +164,16 @@ def _cards(material: Material) -> Iterator[tuple[str, str, str]]:
         ranks = len(starts[-1].ranks)
         yield "At work", _duration(
             seconds
-        ), f"{_count(len(starts), 'start')}, {_count(ranks, 'rank')}"
+        ), f"{counted(len(starts), 'start')}, {counted(ranks, 'rank')}"
         num_lost, lost_seconds = material.run.lost_steps()
         if num_lost:
-            yield "Lost to restarts", _count(num_lost, "step"), f"{_duration(lost_seconds)} of work"
+            yield "Lost to restarts", counted(
+                num_lost, "step"
+            ), f"{_duration(lost_seconds)} of work"
     done = [save for save in material.run.saves() if not save.failed]
     if done:
         waited = sum(save.blocked_seconds or 0.0 for save in done)
         yield "Checkpoints", str(len(done)), f"training waited {waited:.2f} s in all"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

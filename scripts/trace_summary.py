@@ -17,7 +17,7 @@ from pathlib import Path
 # So that it runs from a clone in which nothing is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan.observability.run_log import (  # noqa: E402 (the path comes first)
+from torchtitan.observability.run_log import (  # noqa: E402 (as above)
     BrokenLines,
     RankLog,
     read_run,
@@ -29,18 +29,21 @@ from torchtitan.observability.structured_logger.gantt_generator import (  # noqa
     generate_gantt_trace,
 )
 
+from scripts.wording import counted  # noqa: E402 (the path comes first)
+
 # More columns than this do not fit beside each other; the least and the largest stand for them.
 _MAX_RANK_COLUMNS = 4
 _NUM_SLOWEST = 3
 # Below this a row would show 0.00 s.
 _LEAST_SECONDS = 0.005
 _PART_WIDTH = 30
-_WAIT = "waiting for the slowest rank"
+# Of all that one rank can wait for in another, this is the data alone: ready_at ends there.
+_WAIT = "waiting for the last data"
 
 
 def summary(run: Run, *, all_ranks: bool = False) -> Iterator[str]:
     """The lines to print."""
-    yield f"{run.folder}: {_count(len(run.starts), 'start')}, {_steps(run)}"
+    yield f"{run.folder}: {counted(len(run.starts), 'start')}, {_steps(run)}"
     for number, start in enumerate(run.starts, start=1):
         yield ""
         yield f"start {number} of {len(run.starts)}: {_headline(start)}"
@@ -62,7 +65,7 @@ def _steps(run: Run) -> str:
 
 def _headline(start: Start) -> str:
     begin = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.begin))
-    words = [begin, _count(len(start.ranks), "rank")]
+    words = [begin, counted(len(start.ranks), "rank")]
     if start.last_step is None or start.resumed_after is None:
         words.append("no step was finished")
     else:
@@ -131,7 +134,7 @@ def _about_steps(start: Start) -> Iterator[str]:
         for step in order
     ]
     yield (
-        f"  {_count(len(slowest), 'step')}, {statistics.median(slowest.values()):.3f} s each "
+        f"  {counted(len(slowest), 'step')}, {statistics.median(slowest.values()):.3f} s each "
         f"(median); slowest: {'; '.join(longest)}"
     )
 
@@ -145,7 +148,7 @@ def _about_saves(saves: list[Save]) -> Iterator[str]:
     size = sum(save.size_mebibytes or 0.0 for save in done)
     failed = f"; {len(saves) - len(done)} failed" if len(saves) > len(done) else ""
     yield (
-        f"  {_count(len(done), 'save')}: training waited {blocked:.2f} s, {durable:.2f} s until they were "
+        f"  {counted(len(done), 'save')}: training waited {blocked:.2f} s, {durable:.2f} s until they were "
         f"durable, {size:.1f} MiB{failed}"
     )
 
@@ -161,7 +164,7 @@ def _together(run: Run) -> Iterator[str]:
         yield _row(part, [f"{totals[part]:.2f} s", f"{100 * totals[part] / whole:.1f}%"])
     yield _row("all", [f"{sum(totals.values()):.2f} s", "100.0%"])
     num_lost, seconds = run.lost_steps()
-    yield f"  {_count(num_lost, 'step')} lost to restarts, which had taken {seconds:.2f} s"
+    yield f"  {counted(num_lost, 'step')} lost to restarts, which had taken {seconds:.2f} s"
     pairs = zip(run.starts, run.starts[1:], strict=False)
     gaps = sum(max(after.begin - before.end, 0.0) for before, after in pairs)
     yield f"  between the starts: {gaps:.1f} s"
@@ -170,13 +173,9 @@ def _together(run: Run) -> Iterator[str]:
 def _about_broken_lines(broken: list[BrokenLines]) -> Iterator[str]:
     cut_off, damaged = sum(b.cut_off for b in broken), sum(b.damaged for b in broken)
     if cut_off:
-        yield f"\n{_count(cut_off, 'last line')} cut off, as a kill leaves them"
+        yield f"\n{counted(cut_off, 'last line')} cut off, as a kill leaves them"
     if damaged:
-        yield f"\n{_count(damaged, 'damaged line')} passed over; the times around them may be wrong"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+        yield f"\n{counted(damaged, 'damaged line')} passed over; the times around them may be wrong"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 from unittest.mock import MagicMock, patch
@@ -12,6 +14,10 @@ import torch
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.data import DataloaderExhaustedError, TrainerBatch
 from torchtitan.trainer import Trainer
+
+from tests.unit_tests.components.metrics.doubles import begin, Clock, Recorder
+
+PROCESSOR = "torchtitan.components.metrics.processor"
 
 
 def batch(*labels: int) -> TrainerBatch:
@@ -131,6 +137,29 @@ def test_beginning_to_iterate_over_the_data_advances_no_generator() -> None:
     before = torch.get_rng_state()
     next(Trainer.batch_generator(trainer, Loader()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_time_that_the_data_takes_is_measured_and_nothing_else(tmp_path: Path) -> None:
+    clock, recorder = Clock(), Recorder()
+
+    def slow_loader() -> Iterator[TrainerBatch]:
+        for seconds in (2.0, 4.0):
+            clock.seconds += seconds
+            yield batch(1, 2)
+
+    with patch("torchtitan.train_step.time", clock), patch(f"{PROCESSOR}.time", clock):
+        processor = begin(tmp_path)
+        processor.logger.add_logger(recorder)
+        trainer = stand_in(1.0)
+        trainer.metrics_processor = processor
+        for _ in islice(Trainer.batch_generator(trainer, slow_loader()), 2):
+            clock.seconds += 7.0  # the rest of the step
+        processor.log(2, 1.0, 1.0, 1.0)
+    ((_, metrics),) = recorder.logged
+    assert metrics["time_metrics/data_loading(s)"] == 3.0
+    assert metrics["time_metrics/data_loading(%)"] == 30.0
+    assert metrics["time_metrics/end_to_end(s)"] == 10.0
+    assert metrics["throughput(tps)"] == 4 / 20
 
 
 def loop(

@@ -29,6 +29,10 @@ from torchtitan.tools.logging import logger
 
 __all__ = ["MemoryProfiler", "Profiler"]
 
+# The only one whose history torch records.
+_allocator = torch.cuda.memory
+_has_allocator = torch.cuda.is_available
+
 
 class MemoryProfiler:
     """Snapshots of CUDA's allocator every ``freq`` steps, with the events that led there."""
@@ -40,7 +44,7 @@ class MemoryProfiler:
         self._freq = freq
         self._folder = folder
         self._leaf = leaf
-        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+        _allocator._record_memory_history(max_entries=max_entries)
 
     def step(self, exit_ctx: bool = False) -> None:
         """Count a step and take a snapshot if one is due, or if this is the end (``exit_ctx``)."""
@@ -54,11 +58,11 @@ class MemoryProfiler:
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"{_rank():06d}_step_{self.step_num}.pickle")
         with open(path, "wb") as file:
-            pickle.dump(torch.cuda.memory._snapshot(), file)
+            pickle.dump(_allocator._snapshot(), file)
         _log_written("memory snapshot", path, started)
 
     def stop(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        _allocator._record_memory_history(enabled=None)
 
 
 class Profiler(Configurable):
@@ -229,7 +233,7 @@ class Profiler(Configurable):
         config = self.config
         if not config.enable_memory_snapshot:
             return None
-        if not torch.cuda.is_available():
+        if not _has_allocator():
             logger.warning(
                 "profiler.enable_memory_snapshot was asked for, but this machine has no CUDA device and torch "
                 "records the memory of no other. Going on without memory snapshots."

@@ -33,7 +33,8 @@ def test_each_start_and_all_together(tmp_path: Path, capsys) -> None:
     assert row(first, "data") == ["1.40 s", "13.5%", "0.70 s", "2.10 s"]
     assert row(first, "forward and backward") == ["3.50 s", "33.7%", "3.50 s", "3.50 s"]
     assert row(first, "all") == ["10.40 s", "100.0%", "9.70 s", "11.10 s"]
-    assert row(first, "(waiting for the slowest rank)")[3] == "0.00 s"
+    # Rank 1 begins 0.125 s later and loses 0.2 s more in each of 7 steps: 7 * 0.125 + 28 * 0.2.
+    assert row(first, "(waiting for the last data)") == ["3.24 s", "31.1%", "6.47 s", "0.00 s"]
     assert "7 steps, 1.300 s each (median); slowest: step " in first
     assert "1 save: training waited 0.25 s, 2.00 s until they were durable, 48.0 MiB" in first
     assert "steps 5 to 10" in second and "closed in order" in second
@@ -50,6 +51,9 @@ def test_many_ranks_are_shown_by_the_least_and_the_most(tmp_path: Path, capsys) 
         Rank(tmp_path, rank).train(range(1, 3), data=0.1 * (6 - rank))
     text = printed(tmp_path, capsys)
     assert row(text, "data")[2:] == ["0.20 s", "1.20 s", "0"]
+    # Each rank has its batch 0.1 s before the rank to its left, and 0.2 s in the second step.
+    waited = row(text, "(waiting for the last data)")
+    assert waited == ["0.75 s", "27.8%", "0.00 s", "1.50 s", "5"]
     # The slowest rank makes the duration of a step.
     assert "2 steps, 1.600 s each (median); slowest: step 1 1.60 s; step 2 1.60 s" in text
     assert row(printed(tmp_path, capsys, "--all-ranks"), "data")[2:] == [

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torchtitan.components.data.corpus import positions_of
 from torchtitan.components.data.types import (
     DatasetBuildContext,
     IGNORE_LABEL,
@@ -63,13 +64,9 @@ class TextCollator(Collator):
         )
         parts = [*rows, padding]
         inputs = _join([part.input_ids for part in parts])
-        positions = _join([_positions_of(part) for part in parts])
+        positions = _join([positions_of(part) for part in parts])
         labels = _join([part.labels for part in parts])
         return {"input": inputs, "positions": positions}, labels
-
-
-def _positions_of(row: TextSequence) -> np.ndarray:
-    return np.arange(len(row.input_ids)) if row.positions is None else row.positions
 
 
 def _join(arrays: list[np.ndarray]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torchtitan.components.data.corpus import TokenizedCorpus
 from torchtitan.components.data.document_stream import DocumentStream
 from torchtitan.components.data.files import Record, SampleError
 from torchtitan.components.data.functions import describe_function
-from torchtitan.components.data.processors import SampleProcessor, TextProcessor
+from torchtitan.components.data.processors import call_on, SampleProcessor, TextProcessor
 from torchtitan.components.data.sources import (
     RandomAccessDataSource,
     SourceConfig,
@@ -128,10 +128,10 @@ class SingleDatasetConfig(DatasetConfig):
 
     def _check(self, record: Record) -> str | None:
         try:
-            if not all(keep(record.fields) for keep in self.pre_filters):
+            if not all(call_on(record, keep, "a pre-filter") for keep in self.pre_filters):
                 return None
-        except Exception as error:
-            return f"{record.location}: a pre-filter failed with {type(error).__name__}: {error}."
+        except SampleError as error:
+            return str(error)
         return self.processor.check(record)
 
 

@@ -72,7 +72,9 @@ class SampleProcessor(Configurable, ABC):
     ) -> list[TextSequence | None]:
         """``__call__`` for many documents, the first of which is number ``first_number``.
 
-        ``rng`` depends on the document's number alone, since the output is kept over runs.
+        ``rng`` depends on the number alone, since the output is kept over runs. Pre-filters come
+        before: the documents that they want are numbered without gaps from ``first_number`` on, so
+        other filters, which make another cache, may give a document another number.
         """
         return [
             self(record.fields, np.random.default_rng(number))
@@ -175,10 +177,16 @@ def split_text(text: str, piece_characters: int = _PIECE_CHARACTERS) -> Iterator
     yield text[start:]
 
 
-def call_on(record: Record, function: Callable[[dict[str, Any]], Any], name: str) -> Any:
-    """``function(record.fields)``; SampleError naming the record when that fails."""
+def call_on(
+    record: Record, function: Callable[[Any], Any], name: str, made: TextSequence | None = None
+) -> Any:
+    """``function`` of the fields, or of what was ``made`` of them.
+
+    Raises SampleError naming the record when that fails.
+    """
     try:
-        return function(record.fields)
+        return function(record.fields if made is None else made)
+    # It belongs to a recipe, and may raise whatever it likes.
     except Exception as error:
         present = ", ".join(sorted(record.fields)) or "none"
         raise SampleError(

@@ -122,13 +122,16 @@ class FirstFitStream(_PackedStream):
         super().__init__(documents, row_length, f"first-fit into {num_bins} bins")
         self._num_bins = num_bins
         self._num_seen = self._num_too_long = 0
+        self._says = documents.policy.dp_rank == 0
 
     def _pack(
         self, documents: Iterable[_Placed], offset: int
     ) -> Iterator[tuple[TextSequence, StreamPoint]]:
         window = Window[TextSequence](self._row_length, self._num_bins)
         start: StreamPoint | None = None
+        num_seen, num_too_long, epoch = self._num_seen, self._num_too_long, 0
         for placed in documents:
+            epoch = placed.epoch
             length = len(placed.document.input_ids)
             if self._is_too_long(length):
                 continue
@@ -138,6 +141,7 @@ class FirstFitStream(_PackedStream):
             if start is None:
                 start = placed.before
                 window.place(placed.document, length)
+        self._say_total(self._num_too_long - num_too_long, self._num_seen - num_seen, epoch)
         if start is not None:
             yield from self._rows(window, start, offset)
 
@@ -154,9 +158,18 @@ class FirstFitStream(_PackedStream):
             return False
         self._num_too_long += 1
         # The first, the tenth, the hundredth: often enough to be seen, too seldom to be a flood.
-        if str(self._num_too_long).strip("0") == "1" and self._documents.policy.dp_rank == 0:
+        if str(self._num_too_long).strip("0") == "1" and self._says:
             logger.warning(
                 f"data: first-fit left out {self._num_too_long:,} of {self._num_seen:,} documents "
                 f"since the start, which are longer than a row of {self._row_length} tokens"
             )
         return True
+
+    def _say_total(self, num_too_long: int, num_seen: int, epoch: int) -> None:
+        # An epoch in whose middle the run began counts from there: the rest was not read.
+        if num_too_long and self._says:
+            logger.warning(
+                f"data: first-fit left out {num_too_long:,} of {num_seen:,} documents that were read in "
+                f"epoch {epoch}, which are longer than a row of {self._row_length} tokens. Raise "
+                "--training.max_context_length to keep them."
+            )

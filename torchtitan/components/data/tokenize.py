@@ -64,8 +64,9 @@ class DocumentMaker:
         for number, sequence in zip(wanted, found, strict=True):
             if sequence is None or len(sequence.input_ids) == 0:
                 continue
-            if all(keep(sequence) for keep in self.post_filters):
-                _refuse_misfits(sequence, records[number].location, vocab_size)
+            record = records[number]
+            if all(call_on(record, keep, "a post-filter", sequence) for keep in self.post_filters):
+                _refuse_misfits(sequence, record.location, vocab_size)
                 made[number] = sequence
         return made
 

@@ -49,6 +49,7 @@ class WandBLogger(BaseLogger):
         arguments = {**settings_of(os.environ), **(identity or {})}
         try:
             self._run = wandb.init(dir=log_dir, config=config_dict, **arguments)
+        # wandb raises errors of its own, of the network, and of its helper process.
         except Exception as error:
             raise RuntimeError(
                 f"W&B could not be started with {arguments}: {error}. Log in with `wandb login` or set "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = "structured_logs"
+from torchtitan.observability.structured_logger.jsonl_handler import FOLDER
 
 
 @dataclass(kw_only=True, slots=True)

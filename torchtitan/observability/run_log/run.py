@@ -65,10 +65,11 @@ class Start:
         return sum(each) / len(each)
 
     def waits(self) -> dict[int, float]:
-        """Seconds that each rank waited for the slowest one, over all steps.
+        """Seconds that each rank waited for the last one to have its data, over all steps.
 
-        A rank that has its data waits, in the next collective, until every rank has. Exact on one
-        machine; the clocks of several machines may differ by more than the ranks wait.
+        A rank that has its data waits, in the next collective, until every rank has. Whoever is late
+        in a later collective shows elsewhere: in the part of the others that holds the collective.
+        Exact on one machine; the clocks of several may differ by more than the ranks wait.
         """
         waited = dict.fromkeys(self.ranks, 0.0)
         steps = set.intersection(*(set(log.ready_at) for log in self.ranks.values()))

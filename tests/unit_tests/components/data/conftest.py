@@ -51,6 +51,7 @@ def make_loader(
         row_length: int = ROW_LENGTH,
         files: str | None = None,
         dataset: DatasetConfig | None = None,
+        other_tokenizer: HuggingFaceTokenizer | None = None,
         **settings: Any,
     ) -> GrainDataLoader:
         fields: dict[str, Any] = {"cache_dir": cache_dir, "num_prefetch_batches": 0, **settings}
@@ -59,7 +60,7 @@ def make_loader(
         loader = config.build(
             dp_world_size=world,
             dp_rank=rank,
-            tokenizer=tokenizer,
+            tokenizer=other_tokenizer or tokenizer,
             max_context_length=row_length,
             num_tokens_per_batch=rows * row_length,
         )

@@ -1,5 +1,6 @@
 """Filters and functions of a recipe: what they see, and that a changed one is noticed."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -27,7 +28,7 @@ from torchtitan.components.data.functions import describe_function
 from torchtitan.components.data.tokenize import DocumentMaker, tokenize
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from tests.unit_tests.components.data.streams import MakeLoader, write_lines
+from tests.unit_tests.components.data.streams import LinesStream, MakeLoader, write_lines
 
 
 def data_of(path: Path, **fields: Any) -> SingleDatasetConfig:
@@ -66,6 +67,26 @@ def test_a_filter_that_fails_is_named_with_the_document(
     assert data.check()[0].startswith(f"{path}, line 1: a pre-filter failed with KeyError: 'text'")
     with pytest.raises(ValueError, match="line 1: a pre-filter failed with KeyError"):
         make_loader(dataset=ConcatThenSplitPackingConfig(dataset=data))
+
+
+def fails(sequence: TextSequence) -> bool:
+    raise LookupError(f"of {len(sequence.input_ids)} tokens")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_post_filter_that_fails_is_named_with_the_document(
+    make_loader: MakeLoader, tmp_path: Path, is_stream: bool
+) -> None:
+    path = write_lines(tmp_path / "x.jsonl", ["no", "fine"])
+    # The document that a pre-filter leaves out counts in the place that is named.
+    data = data_of(path, pre_filters=(lambda fields: fields["text"] == "fine",))
+    data = dataclasses.replace(data, post_filters=(fails,))
+    if is_stream:
+        data = dataclasses.replace(data, source=LinesStream.Config(path=str(path)))
+    with pytest.raises(
+        ValueError, match=r"line 2: a post-filter failed with LookupError: of \d+ tokens"
+    ):
+        next(make_loader(dataset=ConcatThenSplitPackingConfig(dataset=data)))
 
 
 def test_filters_that_leave_nothing_are_an_error(make_loader: MakeLoader, tmp_path: Path) -> None:

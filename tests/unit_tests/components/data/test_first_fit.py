@@ -1,3 +1,5 @@
+import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -92,6 +94,30 @@ def test_a_stream_reports_what_is_too_long(
     loader = make_loader(dataset=data, row_length=16, repeat=False)
     assert len(list(islice(loader, 10))) > 0
     assert "first-fit left out 1 of " in caplog.text
+    total = "first-fit left out 5 of 10 documents that were read in epoch 0"
+    assert caplog.text.count(total) == 1
+
+
+def test_a_stream_reports_the_total_of_each_epoch_on_one_rank(
+    make_loader: MakeLoader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = write_lines(tmp_path / "lines.jsonl", ["a few words", "many words " * 40] * 5)
+    source = LinesStream.Config(path=str(lines))
+    data = FirstFitPackingConfig(dataset=SingleDatasetConfig(source=source))
+    layout = {"dataset": data, "row_length": 16, "world": 2}
+    state, epoch = None, -1
+    loader = make_loader(rank=0, **layout)
+    while epoch < 2:
+        next(loader)
+        state = loader.state_dict()
+        epoch = json.loads(state["stream"])["epoch"]
+    totals = re.findall(r"out (\d+ of \d+) documents .* in epoch (\d+)", caplog.text)
+    # The rows of the third epoch lie behind all of its documents.
+    assert totals == [("5 of 10", "0"), ("5 of 10", "1"), ("5 of 10", "2")]
+    caplog.clear()
+    other = make_loader(rank=1, **layout)
+    other.load_state_dict(state)
+    assert len(list(islice(other, 10))) == 10 and "left out" not in caplog.text
 
 
 def test_a_stream_of_which_nothing_fits_is_refused(make_loader: MakeLoader, tmp_path: Path) -> None:

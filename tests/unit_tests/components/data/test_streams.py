@@ -1,5 +1,7 @@
 """What a stream promises beside the exact resume, and what is refused."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torchtitan.components.data import (
     IndexedJsonlSource,
     SingleDatasetConfig,
 )
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.unit_tests.components.data.streams import (
     ids_of,
@@ -72,6 +75,30 @@ def test_a_changed_order_is_named(
     state = make_loader(dataset=data).state_dict()
     with pytest.raises(ValueError, match=f"the {name} changed"):
         make_loader(dataset=data, **settings).load_state_dict(state)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_another_tokenizer_is_named(
+    make_loader: MakeLoader,
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer: HuggingFaceTokenizer,
+    is_stream: bool,
+) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer.tokenizer_path, folder)
+    file = folder / "tokenizer.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}})
+    )
+    other = HuggingFaceTokenizer(tokenizer_path=str(folder))
+    layout: dict[str, Any] = {"dataset": stream_of(corpus)} if is_stream else {}
+    state = make_loader(**layout).state_dict()
+    changed = make_loader(other_tokenizer=other, **layout)
+    with pytest.raises(ValueError, match="the tokenizer changed") as caught:
+        changed.load_state_dict(state)
+    for digest in (tokenizer.fingerprint(), other.fingerprint()):
+        assert digest in str(caught.value)
 
 
 def test_another_source_is_named(make_loader: MakeLoader, corpus: Path, tmp_path: Path) -> None:
