@@ -1,38 +1,24 @@
-"""Read the index of a DCP checkpoint and compare it with what a run needs.
+"""Tell what lies on disk in the format of DCP, and read the index of such a checkpoint.
 
-All of this happens before a tensor is read. DCP itself names one missing key at a time, and a user
-who points at the wrong checkpoint should hear everything at once.
+The index is one file that DCP writes last. It names every entry, so what a checkpoint holds is known
+before a tensor is read.
+
+    is_complete, kind_of (discovery) -> read_outline -> matching.require_match -> the read
 """
 
-import hashlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Set
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
+from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.discovery import Finder, Kind, parse_step
-from torchtitan.components.checkpointer.errors import CheckpointMismatchError, CheckpointReadError
-from torchtitan.components.checkpointer.state import RANK_STATE
+from torchtitan.components.checkpointer.errors import CheckpointReadError
 from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
-from torchtitan.components.checkpointer.templates import Outline, SavedEntry
+from torchtitan.components.checkpointer.templates import SavedEntry
 from torchtitan.tools.logging import logger
-
-
-class Leaf(NamedTuple):
-    """One entry of a checkpoint, as far as the index knows it."""
-
-    shape: tuple[int, ...] | None
-    """None for what is no tensor."""
-
-    dtype: torch.dtype | None
-    """None for what is no tensor."""
-
 
 MARKER = ".metadata"
 """The index, which DCP writes last: a directory that has it is complete."""
@@ -116,32 +102,20 @@ def parse_entry(name: str) -> tuple[int, bool] | None:
     return None if step is None else (step, False)
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Leaf]]:
-    """(flat key, shape and dtype) of every entry.
-
-    Lists are passed over: DCP flattens them by contents, which may differ between runs.
-    """
-    for name, value in tree.items():
-        if isinstance(value, Stateful):
-            value = value.state_dict()
-        if isinstance(value, torch.Tensor):
-            yield f"{prefix}{name}", Leaf(tuple(value.shape), value.dtype)
-        elif isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
-        elif not isinstance(value, (list, tuple)):
-            yield f"{prefix}{name}", Leaf(None, None)
-
-
 def outline_of(index: Metadata) -> dict[str, SavedEntry]:
     """Every entry of a checkpoint: where it belongs, and what kind of value it is."""
     paths: Mapping[str, Any] = index.planner_data or {}
     found = {}
     for name, entry in index.state_dict_metadata.items():
         key, _, rest = name.partition(".")
-        leaf = _leaf(entry)
+        is_tensor = isinstance(entry, TensorStorageMetadata)
         # Another planner may have written no paths.
         path = paths.get(name, (key, rest) if rest else (key,))
-        found[name] = SavedEntry(path=path, shape=leaf.shape, dtype=leaf.dtype)
+        found[name] = SavedEntry(
+            path=path,
+            shape=tuple(entry.size) if is_tensor else None,
+            dtype=entry.properties.dtype if is_tensor else None,
+        )
     return found
 
 
@@ -153,97 +127,3 @@ def read_outline(path: str, group: "dist.ProcessGroup | None" = None) -> dict[st
     """
     # Rank 0 alone reads: a rank that failed to, by itself, would leave the others waiting.
     return rank_zero_decides(lambda: outline_of(read_index(path)), group)
-
-
-def require_match(
-    path: str,
-    states: Mapping[str, Any],
-    *,
-    other_keys: Set[str],
-    group: "dist.ProcessGroup | None" = None,
-    outline: Outline | None = None,
-) -> None:
-    """Check that the checkpoint can fill ``states``; a collective.
-
-    Args:
-        states: what to fill, as it lies in the checkpoint.
-        outline: what ``read_outline`` gave, or None to read it here.
-        other_keys: state keys besides the model's; their surplus entries are fine, because a
-            checkpoint may hold more than a run restores.
-
-    Raises:
-        CheckpointMismatchError: names every missing, unexpected and mis-shaped key, on all ranks.
-        CheckpointReadError: the index cannot be read, on all ranks.
-    """
-    saved = read_outline(path, group) if outline is None else outline
-    # What each rank keeps for itself would make every rank's listing another one, which would then
-    # have to be sent around; and it is asked for only as far as it was saved.
-    shared = {key: value for key, value in states.items() if key != RANK_STATE}
-    wanted = _union(dict(leaves(shared)), group)
-    rank_zero_decides(lambda: _compare(path, wanted, saved, other_keys), group)
-
-
-def _union(own: dict[str, Leaf], group: "dist.ProcessGroup | None") -> dict[str, Leaf]:
-    """The entries of all ranks; sent around only where they differ (pipeline stages)."""
-    listing = repr(sorted(own.items())).encode()
-    if len(set(gather(hashlib.sha256(listing).hexdigest(), group))) == 1:
-        return own
-    return {name: leaf for part in gather(own, group) for name, leaf in part.items()}
-
-
-def _leaf(entry: Any) -> Leaf:
-    if not isinstance(entry, TensorStorageMetadata):
-        return Leaf(None, None)
-    return Leaf(tuple(entry.size), entry.properties.dtype)
-
-
-def _compare(path: str, wanted: Mapping[str, Leaf], outline: Outline, other_keys: Set[str]) -> None:
-    saved = {name: Leaf(entry.shape, entry.dtype) for name, entry in outline.items()}
-    missing = sorted(wanted.keys() - saved.keys())
-    unexpected = sorted(
-        name for name in saved.keys() - wanted.keys() if name.partition(".")[0] not in other_keys
-    )
-    misshaped = sorted(
-        f"{name} (here {_shape(wanted[name])}, there {_shape(saved[name])})"
-        for name in wanted.keys() & saved.keys()
-        if wanted[name].shape != saved[name].shape
-    )
-    if not (missing or unexpected or misshaped):
-        if warning := narrowing(path, wanted, saved):
-            logger.warning(warning)
-        return
-    lists = (("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped))
-    findings = "; ".join(
-        f"{len(names)} {title}: {', '.join(names)}" for title, names in lists if names
-    )
-    raise CheckpointMismatchError(
-        f"The checkpoint {path} does not fit this run: {findings}. Check --module, --config and "
-        "the sizes set on the command line, or choose another --checkpoint.folder."
-    )
-
-
-def narrowing(path: str, wanted: Mapping[str, Leaf], saved: Mapping[str, Leaf]) -> str | None:
-    """What to say when tensors lose bits on their way into the run; None when none does.
-
-    A dtype that holds every value of the saved one (bfloat16 read as float32) loses nothing.
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    for name in wanted.keys() & saved.keys():
-        here, there = wanted[name].dtype, saved[name].dtype
-        if here is None or there is None or torch.promote_types(here, there) == here:
-            continue
-        counts[str(there).removeprefix("torch."), str(here).removeprefix("torch.")] += 1
-    if not counts:
-        return None
-    tensors = ", ".join(
-        f"{count} tensor{'s' * (count > 1)} of {there} into {here}"
-        for (there, here), count in sorted(counts.items())
-    )
-    return (
-        f"Loading {path} loses precision: {tensors}. The run keeps its parameters in "
-        "--training.dtype; set that to the dtype of the checkpoint to keep every bit."
-    )
-
-
-def _shape(leaf: Leaf) -> str:
-    return "no tensor" if leaf.shape is None else str(list(leaf.shape))

@@ -1,6 +1,7 @@
 """Fill the objects of a run from the checkpoint that was chosen for it.
 
-Source -> templates, dcp_index.require_match -> read (dcp.load) -> is it the step of its name?
+Source -> dcp_index.read_outline -> templates -> matching.require_match -> read (dcp.load)
+       -> is it the step of its name?
 """
 
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.checkpointer import dcp_index
+from torchtitan.components.checkpointer import dcp_index, matching
 from torchtitan.components.checkpointer.errors import cause_of, CheckpointReadError
 from torchtitan.components.checkpointer.source import require_step, Source
 from torchtitan.components.checkpointer.state import MODEL, RANK_STATE, TRAIN_STATE
@@ -45,9 +46,7 @@ def restore(
         wanted = templates(wanted, other_keys, outline)
         # A run without per-rank state may load a checkpoint that has it.
         others = other_keys | {RANK_STATE}
-        dcp_index.require_match(
-            source.path, wanted, other_keys=others, group=group, outline=outline
-        )
+        matching.require_match(source.path, wanted, other_keys=others, group=group, outline=outline)
     try:
         read(wanted)
     except dcp.CheckpointException as error:

@@ -7,7 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
-from torchtitan.components.checkpointer import CheckpointManager, dcp, dcp_index, ModelWrapper
+from torchtitan.components.checkpointer import (
+    CheckpointManager,
+    dcp,
+    dcp_index,
+    matching,
+    ModelWrapper,
+)
 
 from tests.unit_tests.components.checkpointer.fakes import without_parts
 from tests.unit_tests.components.checkpointer.test_dcp_dispatch import build, Calls, calls
@@ -28,7 +34,7 @@ def _readable(request: pytest.FixtureRequest) -> Any:
     with (
         patch.object(dcp_index, "kind_of", return_value=full),
         patch.object(dcp_index, "read_outline", return_value={}),
-        patch.object(dcp_index, "require_match"),
+        patch.object(matching, "require_match"),
     ):
         yield
 

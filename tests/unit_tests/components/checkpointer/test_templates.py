@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, HealthCheck, settings, strategies as st
-from torchtitan.components.checkpointer.dcp_index import outline_of, read_index, require_match
+from torchtitan.components.checkpointer.dcp_index import outline_of, read_index
 from torchtitan.components.checkpointer.errors import CheckpointMismatchError
+from torchtitan.components.checkpointer.matching import require_match
 from torchtitan.components.checkpointer.templates import snapshots, templates
 
 from tests.unit_tests.components.checkpointer.test_nesting import containers, LEAVES
