@@ -55,7 +55,7 @@ def summary(run: Run, *, all_ranks: bool = False) -> Iterator[str]:
         yield "all starts together, means over the ranks"
         yield from _together(run)
         yield from _about_saves(run.saves())
-    yield from _about_broken_lines([log.broken for s in run.starts for log in s.ranks.values()])
+    yield from _about_broken_lines(run.broken())
 
 
 def _steps(run: Run) -> str:

@@ -1,12 +1,15 @@
 """The human-readable log: one line per event on stdout.
 
 ``logger`` is the root logger, so libraries that log through the standard library appear in the
-same format. Lines of rank 0 begin with ``[titan] ``, those of another rank name it.
+same format, as far as they say what no line of this program says (console_filter). Lines of rank 0 begin
+with ``[titan] ``, those of another rank name it.
 """
 
 import logging
 import os
 import sys
+
+from torchtitan.tools.console_filter import BriefFilter
 
 logger = logging.getLogger()
 
@@ -25,6 +28,7 @@ def init_logger() -> None:
     handler.setFormatter(
         logging.Formatter(f"{prefix} %(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     )
+    handler.addFilter(BriefFilter())
     for old in list(logger.handlers):
         # A bare StreamHandler is what basicConfig adds when a library logs while it is imported;
         # kept, it would print every line a second time.

@@ -12,10 +12,12 @@ def fresh_structured_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(api.HANDLERS_VARIABLE, raising=False)
     monkeypatch.setattr(api, "_disabled", False)
     monkeypatch.setattr(api, "_is_initialized", False)
+    monkeypatch.setattr(api, "_arguments", None)
     _forget_step()
     # pytest itself adds and removes handlers here while a test runs: touch none but those of the test.
     foreign = [*api._structured_logger.handlers]
     yield
+    api._forwarding.remove()
     for handler in [*api._structured_logger.handlers]:
         if handler not in foreign and not type(handler).__module__.startswith("_pytest"):
             api._structured_logger.removeHandler(handler)

@@ -35,10 +35,10 @@ EXPORTS = {
     "torchtitan.models.common": """BaseAttention ComplexRoPE CosSinRoPE Decoder Embedding
         FeedForward FlexAttention FusedQKVLinear GQAttention Linear QKVLinear RMSNorm RoPE
         TransformerBlock VarlenAttention compute_ffn_hidden_dim""",
-    "torchtitan.observability.structured_logger": """ExtraFields LogType TraceEventsOnlyFilter
-        _structured_logger add_step_tag clear_step_tags event_extra get_relative_step get_step
-        get_step_tags init_structured_logger log_trace_instant log_trace_scalar log_trace_span
-        set_step""",
+    "torchtitan.observability.structured_logger": """ExtraFields InitArguments LogType
+        TraceEventsOnlyFilter _structured_logger add_step_tag clear_step_tags event_extra
+        get_relative_step get_step get_step_tags init_arguments init_structured_logger
+        log_trace_instant log_trace_scalar log_trace_span set_step""",
 }
 
 OPTIMIZER, CHECKPOINTER = "torchtitan.components.optimizer", "torchtitan.components.checkpointer"

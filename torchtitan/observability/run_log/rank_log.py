@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.observability.run_log.records import BrokenLines, read_records
+from torchtitan.observability.structured_logger.records import span_and_phase
 
 START_UP = "start-up"
 REST = "rest of the step"
@@ -64,6 +65,7 @@ class RankLog:
     """The totals of one file."""
 
     path: Path
+    source: str = ""
     rank: int = 0
     begin: float = 0.0
     """Seconds since 1970 of the first record; ``end`` is that of the main thread's last one."""
@@ -103,6 +105,7 @@ class RankLog:
         self.num_records += 1
         now, thread = float(record["time"]), record.get("tid")
         if self.num_records == 1:
+            self.source = str(record.get("source") or "")
             self.rank = int(record.get("rank") or 0)
             self.begin = self.end = now
             self._main_thread = thread
@@ -111,7 +114,7 @@ class RankLog:
             self._pass_time(now)
             # Instants may be named like the start of a span.
             is_span = record.get("log_type") == "event"
-            name, _, phase = kind.rpartition("_") if is_span else ("", "", "")
+            name, phase = span_and_phase(kind) if is_span else ("", "")
             if phase == "start":
                 self._enter(name, record, now)
             elif phase == "end":

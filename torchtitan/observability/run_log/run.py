@@ -4,16 +4,17 @@ The one fact to know: the later start wins. A start that goes on after step N re
 earlier starts did beyond N, in the curves and in the count of steps; the time they took is gone
 all the same, and is counted.
 
-    files -> RankLog each -> starts (overlapping in time, each rank once) -> curves, lost steps
+    files -> RankLog each, helpers aside -> starts (overlapping in time, each rank once) -> curves, lost steps
 """
 
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan.observability.run_log.rank_log import RankLog, read_rank_log, Save
-from torchtitan.observability.run_log.records import log_files
+from torchtitan.observability.run_log.records import BrokenLines, log_files
+from torchtitan.observability.structured_logger.records import main_source
 
 # Ranks of one start begin to write at about the same time; a restart takes longer, it loads torch.
 _SLACK_SECONDS = 1.0
@@ -87,6 +88,8 @@ class Run:
 
     folder: Path
     starts: list[Start]
+    helpers: list[RankLog] = field(default_factory=list)
+    """What processes wrote that worked for a rank, such as one that writes its checkpoints."""
 
     def curve(self, name: str) -> dict[int, float]:
         """The value of ``name`` by step, over all starts; where several ranks have one, their mean."""
@@ -125,6 +128,10 @@ class Run:
             seconds += max((sum(each.values()) for each in lost), default=0.0)
         return num_steps, seconds
 
+    def broken(self) -> list[BrokenLines]:
+        """The lines that could not be read, for each file."""
+        return [log.broken for log in (*self._logs(), *self.helpers)]
+
     def _logs(self) -> Iterable[RankLog]:
         return (log for start in self.starts for log in start.ranks.values())
 
@@ -145,7 +152,12 @@ def read_run(folder: Path) -> Run:
             f"no record of a run in {', '.join(path.name for path in paths[:3])} in {paths[0].parent}. Name "
             "the --dump_folder of a run; one that has just begun has no records yet."
         )
-    return Run(folder=folder, starts=group_starts([log for log in logs if log.num_records]))
+    logs = [log for log in logs if log.num_records]
+    sources = {log.source for log in logs}
+    # A helper shares the rank and the time of the process that it works for; it is no start.
+    helpers = [log for log in logs if main_source(log.source) in sources]
+    starts = group_starts([log for log in logs if main_source(log.source) not in sources])
+    return Run(folder=folder, starts=starts, helpers=helpers)
 
 
 def group_starts(logs: Iterable[RankLog]) -> list[Start]:

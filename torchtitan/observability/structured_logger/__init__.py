@@ -8,11 +8,14 @@ with sl.log_trace_span("fwd_bwd"):
 sl.log_trace_scalar({"loss": 2.5})
 
 api (spans, scalars, instants) -> records (fields) + state (step, tags) -> jsonl_handler (file)
+libraries that log events of their own -> forwarding -> jsonl_handler
 """
 
 from torchtitan.observability.structured_logger.api import (
     _structured_logger,
+    init_arguments,
     init_structured_logger,
+    InitArguments,
     log_trace_instant,
     log_trace_scalar,
     log_trace_span,
@@ -34,6 +37,7 @@ from torchtitan.observability.structured_logger.state import (
 
 __all__ = [
     "ExtraFields",
+    "InitArguments",
     "LogType",
     "TraceEventsOnlyFilter",
     "_structured_logger",
@@ -43,6 +47,7 @@ __all__ = [
     "get_relative_step",
     "get_step",
     "get_step_tags",
+    "init_arguments",
     "init_structured_logger",
     "log_trace_instant",
     "log_trace_scalar",

@@ -5,6 +5,7 @@ that torch compiles, it does nothing.
 
     with log_trace_span("fwd_bwd"):  ->  fwd_bwd_start ... fwd_bwd_end (value = milliseconds)
         -> logger "torchtitan.structured_logger" -> its handlers (JSON lines unless the environment says otherwise)
+    events of libraries -> forwarding -> the same handlers
 """
 
 import functools
@@ -17,10 +18,11 @@ import time
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, cast, TypeVar
+from typing import Any, cast, NamedTuple, TypeVar
 
+from torchtitan.observability.structured_logger.forwarding import ForwardingHandler
 from torchtitan.observability.structured_logger.jsonl_handler import register_jsonl_handler
-from torchtitan.observability.structured_logger.records import event_extra, LogType
+from torchtitan.observability.structured_logger.records import event_extra, helper_source, LogType
 
 HANDLERS_VARIABLE = "TITAN_STRUCT_LOGGER_HANDLERS"
 """Environment variable: comma-separated dotted names of handler factories that replace the JSON-lines file."""
@@ -31,19 +33,32 @@ _structured_logger.setLevel(logging.INFO)
 
 _disabled = False
 _is_initialized = False
+_arguments: "InitArguments | None" = None
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class InitArguments(NamedTuple):
+    """What a process records under, as ``init_structured_logger`` takes it."""
+
+    source: str
+    output_dir: str
+    rank: int
+
+    def of_helper(self, name: str) -> "InitArguments":
+        """For a process that works for this one: a file of its own, which readers take for no start of a run."""
+        return self._replace(source=helper_source(self.source, name))
 
 
 def init_structured_logger(
     source: str, output_dir: str, rank: int | None = None, enable: bool = True
 ) -> None:
-    """Start recording; the first call decides, later ones do nothing.
+    """Start recording, also what libraries log as events; the first call decides, later ones do nothing.
 
     ``source`` names the program (``training``) and begins the file name. ``rank`` defaults to the
     environment's ``RANK``, or 0. Raises ``ImportError`` for a handler factory that cannot be found.
     """
-    global _disabled, _is_initialized
+    global _disabled, _is_initialized, _arguments
     if _is_initialized:
         return
     if not enable:
@@ -56,7 +71,15 @@ def init_structured_logger(
         factory(
             structured_logger=_structured_logger, rank=rank, source=source, output_dir=output_dir
         )
+    # Absolute, because a helper process may start in another directory.
+    _arguments = InitArguments(source, os.path.abspath(output_dir), rank)
     _is_initialized = True
+    _forwarding.install()
+
+
+def init_arguments() -> InitArguments | None:
+    """What this process records under; None before ``init_structured_logger`` and where it was told to stay off."""
+    return _arguments if _is_initialized and not _disabled else None
 
 
 def _handler_factories() -> list[Callable[..., object]]:
@@ -84,7 +107,13 @@ def _is_off() -> bool:
     return _disabled or not _structured_logger.handlers
 
 
+_forwarding = ForwardingHandler(_structured_logger, _is_off)
+
+
 def _emit(message: str, extra: dict[str, Any], stacklevel: int) -> None:
+    if _is_initialized:
+        # Again: whoever configures logging anew (basicConfig(force=True)) throws out the handlers of the root.
+        _forwarding.install()
     # Counted from the public function: 1 is that function, 2 the code that called it.
     _structured_logger.info("%s", message, extra=extra, stacklevel=stacklevel + 1)
 

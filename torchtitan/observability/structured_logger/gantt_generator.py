@@ -3,7 +3,8 @@
     <log_dir>/*.jsonl -> spans, instants -> {"traceEvents": [...]} -> chrome://tracing, ui.perfetto.dev
 
 A span ends with the latest start of its name in the same file and task that has not ended yet. One
-that never ended is drawn up to the last record of its file, and marked.
+that never ended is drawn up to the last record of its file, and marked. An event of a library that is no
+part of a span is drawn as an instant, with its value.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.observability.run_log.records import BrokenLines, log_files, read_records
+from torchtitan.observability.structured_logger.records import span_and_phase
 
 _SCALAR = "metric_value"
 
@@ -57,9 +59,12 @@ def _events_of(path: Path, number: int) -> Iterator[dict[str, Any]]:
         if record.get("log_type") == "instant":
             yield {**event, "name": kind, "ph": "i", "s": "t"}
         elif record.get("log_type") == "event" and kind != _SCALAR:
-            span, _, phase = kind.rpartition("_")
+            span, phase = span_and_phase(kind)
             waiting = open_spans.setdefault(task, [])
-            if phase == "start":
+            if not phase:
+                event["args"]["value"] = record.get("value")
+                yield {**event, "ph": "i", "s": "t"}
+            elif phase == "start":
                 waiting.append((span, event))
             elif phase == "end" and (begun := _take_latest(waiting, span)) is not None:
                 yield {**begun, "ph": "X", "dur": max(now - begun["ts"], 0)}

@@ -23,8 +23,10 @@ from torchtitan.observability.structured_logger import state
 from torchtitan.observability.structured_logger.records import (
     event_extra,
     ExtraFields,
+    LIBRARY_FIELDS,
     LogType,
     MAX_MESSAGE_SIZE,
+    span_and_phase,
     TraceEventsOnlyFilter,
 )
 
@@ -76,15 +78,36 @@ class TraceJsonlFormatter(logging.Formatter):
 
 
 def _structured_fields(record: logging.LogRecord) -> dict[str, Any]:
-    absent = event_extra(LogType.TEXT.value, log_type=LogType.TEXT)
-    fields = {
-        field.value: getattr(record, field.value, absent[field.value]) for field in ExtraFields
-    }
+    kind = getattr(record, ExtraFields.LOG_TYPE_NAME.value, LogType.TEXT.value)
+    fields = event_extra(kind, log_type=LogType.TEXT, event_name=span_and_phase(kind)[0])
+    for name in fields:
+        if (given := getattr(record, name, None)) is not None:
+            fields[name] = given
+    if not hasattr(record, ExtraFields.RELATIVE_STEP.value):
+        _tell_apart_from_the_loop(fields)
+    for name, attributes in LIBRARY_FIELDS.items():
+        found = (getattr(record, attribute, None) for attribute in attributes)
+        if (given := next((each for each in found if each is not None), None)) is not None:
+            fields[name] = given
     value = fields[ExtraFields.VALUE.value]
     if isinstance(value, float) and not math.isfinite(value):
         # JSON has no NaN and no infinity, and strict readers reject the whole line; the message still shows it.
         fields[ExtraFields.VALUE.value] = None
     return fields
+
+
+def _tell_apart_from_the_loop(fields: dict[str, Any]) -> None:
+    """Drop what belongs to the loop's step from an event of a library that is about another step."""
+    step, now, relative = (
+        fields[ExtraFields.STEP.value],
+        state.get_step(),
+        state.get_relative_step(),
+    )
+    if step == now:
+        return
+    fields[ExtraFields.STEP_TAGS.value] = []
+    is_known = isinstance(step, int) and now is not None and relative is not None
+    fields[ExtraFields.RELATIVE_STEP.value] = step - (now - relative) if is_known else None
 
 
 def _task_name() -> str:

@@ -45,6 +45,16 @@ class ExtraFields(str, Enum):
     STEP_TAGS = "step_tags"
 
 
+LIBRARY_FIELDS = {
+    "context": ("context",),
+    "measured_from_start_time_ms": ("measured_from_start_time_ms", "total_time_ms"),
+}
+"""What records of libraries have beyond these, by its name in the log: the attributes to take it from.
+
+``context`` is a list of ``key:value``, the second is milliseconds since the work began that the event is a part of.
+"""
+
+
 def event_extra(
     log_type_name: str,
     *,
@@ -62,6 +72,23 @@ def event_extra(
         ExtraFields.RELATIVE_STEP.value: state.get_relative_step(),
         ExtraFields.STEP_TAGS.value: list(state.get_step_tags()),
     }
+
+
+def span_and_phase(log_type_name: str) -> tuple[str, str]:
+    """``("optim", "end")`` for ``optim_end``; the phase is empty for what is no part of a span."""
+    span, _, phase = log_type_name.rpartition("_")
+    return (span, phase) if phase in ("start", "error", "end") else (log_type_name, "")
+
+
+def helper_source(source: str, name: str) -> str:
+    """The source of a process that works for one of ``source``; ``main_source`` goes back."""
+    return f"{source}.{name}"
+
+
+def main_source(source: str) -> str | None:
+    """The source that ``source`` works for, if it is that of a helper."""
+    main, dot, _ = source.rpartition(".")
+    return main if dot else None
 
 
 class TraceEventsOnlyFilter(logging.Filter):
