@@ -5,15 +5,14 @@ import re
 from collections.abc import Iterator
 
 from torchtitan.components.checkpointer import (
-    CheckpointManager,
     DATALOADER,
     LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
     TRAIN_STATE,
 )
-from torchtitan.components.checkpointer.dcp_index import DcpStorage, finder, read_index
 from torchtitan.components.checkpointer.errors import CheckpointError
+from torchtitan.components.checkpointer.formats import CheckpointFiles, finder, Format
 from torchtitan.components.checkpointer.source import find_start, Request
 from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.preflight.folders import write_problem
@@ -32,15 +31,16 @@ def checkpoint_problems(config: Trainer.Config, world_size: int | None) -> Itera
     if not checkpoint.enable:
         yield from _idle_settings(config)
         return
-    if not isinstance(checkpoint, CheckpointManager.Config):
-        return
+    chosen = getattr(checkpoint._owner, "FORMAT", None)
+    if chosen is None:
+        return  # a manager of the user's own, which knows by itself what it can load
     if unknown := sorted(set(checkpoint.exclude_from_loading) - _STATE_KEYS - {MODEL}):
         yield (
             f"--checkpoint.exclude_from_loading names {', '.join(unknown)}; it takes names out of "
             f"{', '.join(sorted(_STATE_KEYS))}."
         )
     yield from _restart_problems(config)
-    yield from _disk_problems(config)
+    yield from _disk_problems(config, chosen)
 
 
 def _seed_problems(config: Trainer.Config, world_size: int | None) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _idle_settings(config: Trainer.Config) -> Iterator[str]:
             )
 
 
-def _disk_problems(config: Trainer.Config) -> Iterator[str]:
+def _disk_problems(config: Trainer.Config, chosen: Format) -> Iterator[str]:
     checkpoint = config.checkpoint
     folder = filesystem.join(config.dump_folder, checkpoint.folder)
     if any(filesystem.is_remote(path) for path in (folder, checkpoint.initial_load_path or "")):
@@ -121,10 +121,10 @@ def _disk_problems(config: Trainer.Config) -> Iterator[str]:
             return
     # A seed is made from nothing; and a step that is none is refused as such.
     if checkpoint.load_step >= -1 and not checkpoint.create_seed_checkpoint:
-        yield from _source_problems(config, folder)
+        yield from _source_problems(config, folder, chosen)
 
 
-def _source_problems(config: Trainer.Config, folder: str) -> Iterator[str]:
+def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Iterator[str]:
     checkpoint = config.checkpoint
     request = Request(
         load_step=checkpoint.load_step,
@@ -134,14 +134,14 @@ def _source_problems(config: Trainer.Config, folder: str) -> Iterator[str]:
         initial_load_in_hf_quantized=checkpoint.initial_load_in_hf_quantized,
         hf_assets_path=config.hf_assets_path,
     )
-    dcp_finder = finder(DcpStorage(), _STATE_KEYS)
+    where = finder(chosen, CheckpointFiles(), _STATE_KEYS)
     try:
-        own = dcp_finder.look_into(folder)
+        own = where.look_into(folder)
         if checkpoint.load_step == -1 and own.export_step() >= config.training.steps:
             return  # a finished run, which loads nothing
-        source = find_start(request, own, dcp_finder).source
+        source = find_start(request, own, where).source
         if source is not None and not source.from_hf:
-            read_index(source.path)
+            chosen.read_index(source.path)
     except (CheckpointError, ValueError) as error:
         yield str(error)
     except OSError as error:

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed
@@ -23,6 +23,7 @@ import torch.distributed
 from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
+from torchtitan.components.checkpointer.formats import Format, other_finders
 from torchtitan.components.checkpointer.history import supersede, supersede_newer
 from torchtitan.components.checkpointer.rank_state import RankState
 from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
@@ -80,6 +81,9 @@ class BaseCheckpointManager(Configurable, ABC):
                 logger.warning(
                     "initial_load_model_only=True has no effect without an initial_load_path."
                 )
+
+    FORMAT: ClassVar[Format | None] = None
+    """How its checkpoints are told from those of other back ends; see formats.py."""
 
     enable: bool
     folder: str
@@ -270,14 +274,22 @@ class BaseCheckpointManager(Configurable, ABC):
             parse=self._parse_step,
             is_complete=self._is_valid_checkpoint,
             kind_of=self._kind_of,
+            backend=self.FORMAT.backend if self.FORMAT else type(self).__name__,
+            others=other_finders(self.FORMAT, self._storage, self._full_keys()),
         )
+
+    def _full_keys(self) -> frozenset[str]:
+        """The state keys of which a full checkpoint holds some, and one of weights none."""
+        states = getattr(self, "states", {})
+        return frozenset(key for key, it in states.items() if key != MODEL and it is not None)
 
     def _own_folder(self) -> OwnFolder:
         return self._finder().look_into(self.folder)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest complete step in ``folder`` (default: the run's own), or -1."""
-        return max(self._finder().complete_steps(folder or self.folder), default=-1)
+        """The newest complete step of this back end in ``folder`` (default: the own one), or -1."""
+        inside = self._finder().look_into(folder or self.folder)
+        return max(inside.step_paths.keys() - inside.others.keys(), default=-1)
 
     def _choose_start(self, step: int) -> Start:
         """What to load, and the line to log about it; the same on all ranks."""
@@ -316,8 +328,9 @@ class BaseCheckpointManager(Configurable, ABC):
             moved = self._leave_other_history()
             if with_retention:
                 self._purge_stale_checkpoints(is_save_in_flight=False)
+            self._clear_staging(checkpoint_id)
             if self._storage.isdir(checkpoint_id):
-                if self._is_valid_checkpoint(checkpoint_id):
+                if self._finder().is_complete_for_any(checkpoint_id):
                     moved.append(supersede(self._storage, self.folder, checkpoint_id))
                 else:
                     self._remove_abandoned(checkpoint_id)
@@ -329,6 +342,9 @@ class BaseCheckpointManager(Configurable, ABC):
                 "it there; move it back to use it again."
             )
         self._history_settled = True
+
+    def _clear_staging(self, checkpoint_id: str) -> None:
+        """Remove what an earlier save left where this one is staged; nothing for one written in place."""
 
     def _leave_other_history(self) -> list[str]:
         if self._history_settled or self._loaded_step is None:
@@ -352,7 +368,7 @@ class BaseCheckpointManager(Configurable, ABC):
             [entry for entry in found if entry[1] not in self._expiring],
             self.keep_latest_k,
             is_save_in_flight=is_save_in_flight,
-            is_complete=self._is_valid_checkpoint,
+            is_complete=self._finder().is_complete_for_any,
         )
         for path in purge.abandoned:
             self._remove_abandoned(path)

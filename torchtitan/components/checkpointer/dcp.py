@@ -23,13 +23,16 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
-from torchtitan.components.checkpointer.dcp_index import DcpStorage as _FilesystemCheckpointStorage
 from torchtitan.components.checkpointer.dcp_reading import restore
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
+)
+from torchtitan.components.checkpointer.formats import (
+    CheckpointFiles as _FilesystemCheckpointStorage,
+    DCP,
 )
 from torchtitan.components.checkpointer.in_flight import (
     await_save,
@@ -66,6 +69,8 @@ __all__ = ["AsyncMode", "CheckpointManager", "SaveDone"]
 
 class CheckpointManager(BaseCheckpointManager):
     """Saves and loads a run through torch.distributed.checkpoint."""
+
+    FORMAT = DCP
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
@@ -141,8 +146,7 @@ class CheckpointManager(BaseCheckpointManager):
         return dcp_index.is_complete(self._storage, checkpoint_id)
 
     def _kind_of(self, checkpoint_id: str) -> Kind:
-        others = {key for key, value in self.states.items() if key != MODEL and value is not None}
-        return dcp_index.kind_of(self._storage, checkpoint_id, others)
+        return dcp_index.kind_of(self._storage, checkpoint_id, self._full_keys())
 
     def _flattened_model_states_sd(
         self, state_dict: dict[str, Any] | None = None

@@ -14,23 +14,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.discovery import Finder, Kind, parse_step
+from torchtitan.components.checkpointer.discovery import HF_MARKER, Kind, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointReadError
-from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
+from torchtitan.components.checkpointer.storage import CheckpointStorage
 from torchtitan.components.checkpointer.templates import SavedEntry
 from torchtitan.tools.logging import logger
 
 MARKER = ".metadata"
 """The index, which DCP writes last: a directory that has it is complete."""
-
-HF_MARKER = "model.safetensors.index.json"
-"""Index of an export in Hugging Face format."""
-
-
-class DcpStorage(FilesystemStorage):
-    """Files and folders, of which the index goes first when a checkpoint is deleted."""
-
-    markers = (MARKER, HF_MARKER)
 
 
 def read_index(checkpoint_id: str) -> Metadata:
@@ -84,16 +75,6 @@ def kind_of(storage: CheckpointStorage, checkpoint_id: str, other_keys: Set[str]
         return Kind.UNREADABLE
     saved = {name.partition(".")[0] for name in index.state_dict_metadata}
     return Kind.FULL if not other_keys or other_keys & saved else Kind.MODEL_ONLY
-
-
-def finder(storage: CheckpointStorage, other_keys: Set[str]) -> Finder:
-    """How checkpoints of DCP are found; ``other_keys`` as for ``kind_of``."""
-    return Finder(
-        storage=storage,
-        parse=parse_entry,
-        is_complete=lambda checkpoint_id: is_complete(storage, checkpoint_id),
-        kind_of=lambda checkpoint_id: kind_of(storage, checkpoint_id, other_keys),
-    )
 
 
 def parse_entry(name: str) -> tuple[int, bool] | None:

@@ -2,14 +2,15 @@
 
 Names are anchored: ``step-<n>`` without leading zeros is a checkpoint of step n, and
 ``step-7.bak``, ``tmp_step-7`` or ``step-07`` are somebody else's business. A directory counts only
-once the marker that its writer puts there last is present. This module only reads.
+once the marker that its writer puts there last is present. A folder may hold checkpoints of several
+back ends: they all count as complete, and it is known whose they are. This module only reads.
 
-    listdir -> parse_step -> is it a directory with its marker? -> OwnFolder -> source.py
+    listdir -> parse_step -> is it a directory with a marker, and whose? -> OwnFolder -> source.py
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torchtitan.components.checkpointer.storage import CheckpointStorage
@@ -17,6 +18,9 @@ from torchtitan.tools import filesystem
 
 SUPERSEDED = "superseded"
 """Folder inside the checkpoint folder for what another history left behind."""
+
+HF_MARKER = "model.safetensors.index.json"
+"""Index of an export in Hugging Face format, which every back end can make."""
 
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)", re.ASCII)
 
@@ -62,30 +66,23 @@ def find_steps(
     return sorted(found)
 
 
-def complete_steps(
-    storage: CheckpointStorage,
-    folder: str,
-    *,
-    parse: Callable[[str], tuple[int, bool] | None],
-    is_complete: Callable[[str], bool],
-) -> dict[int, str]:
-    """Paths of the complete checkpoints in ``folder`` by step; none when it does not exist."""
-    if not storage.isdir(folder):
-        return {}
-    found = find_steps(storage, folder, parse=parse)
-    return {step: path for step, path, is_staging in found if not is_staging and is_complete(path)}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnFolder:
     """What lies in a run's own folder."""
 
     path: str
     step_paths: dict[int, str]
-    """Complete checkpoints by step; empty when the folder is missing or holds none."""
+    """Complete checkpoints by step; empty when the folder is missing or holds none. Of every back
+    end, because they all are steps of this run, whether or not this start can load them."""
 
     kind_of: Callable[[str], Kind]
     """Looks into one of them; costs a read of its index, so newest first and no more than needed."""
+
+    backend: str = ""
+    """The back end of this start, as ``--checkpoint.backend`` names it."""
+
+    others: Mapping[int, str] = field(default_factory=dict)
+    """The back end of each step that is not of this one."""
 
     unfinished: tuple[str, ...] = ()
     """Names of directories of ours without their marker: saves that died."""
@@ -105,7 +102,7 @@ class OwnFolder:
     def newest_full(self) -> tuple[int | None, dict[int, Kind]]:
         """The newest full step, and what the steps above it are instead, newest first.
 
-        Step 0 does not count: it is a seed, whatever it holds.
+        Step 0 does not count: it is a seed, whatever it holds. The step may be one of ``others``.
         """
         passed_over = {}
         for step in sorted(self.step_paths.keys() - {0}, reverse=True):
@@ -130,25 +127,45 @@ class Finder:
     kind_of: Callable[[str], Kind]
     """What a complete checkpoint holds."""
 
+    backend: str = ""
+    """The name of the back end, as it is typed after ``--checkpoint.backend``."""
+
+    others: tuple["Finder", ...] = ()
+    """How those of other back ends are found, which may lie in the same folder."""
+
+    def owner_of(self, path: str) -> "Finder | None":
+        """Whose complete checkpoint ``path`` is; None when it is nobody's. Its own come first."""
+        return next((each for each in (self, *self.others) if each.is_complete(path)), None)
+
+    def is_complete_for_any(self, path: str) -> bool:
+        """Whether ``path`` is a complete checkpoint of any back end: no leftover, never cleared."""
+        return self.owner_of(path) is not None
+
     def complete_steps(self, folder: str) -> dict[int, str]:
-        """Paths of the complete checkpoints in ``folder`` by step; none when it does not exist."""
-        return complete_steps(self.storage, folder, parse=self.parse, is_complete=self.is_complete)
+        """Paths of the complete checkpoints in ``folder`` by step, of every back end."""
+        return self.look_into(folder).step_paths
 
     def look_into(self, folder: str) -> OwnFolder:
         """What lies in ``folder``; nothing when it does not exist."""
         if not self.storage.isdir(folder):
-            return OwnFolder(path=folder, step_paths={}, kind_of=self.kind_of)
+            return OwnFolder(path=folder, step_paths={}, kind_of=self.kind_of, backend=self.backend)
         ours = find_steps(self.storage, folder, parse=self.parse)
         names = {path: path.rpartition("/")[2] for _, path, _ in ours}
-        complete = {
-            step: path for step, path, staged in ours if not staged and self.is_complete(path)
-        }
+        found = {step: path for step, path, is_staging in ours if not is_staging}
+        owners = {path: owner for path in found.values() if (owner := self.owner_of(path))}
+        complete = {step: path for step, path in found.items() if path in owners}
         foreign = set(self.storage.listdir(folder)) - set(names.values()) - {SUPERSEDED}
         return OwnFolder(
             path=folder,
             step_paths=complete,
-            kind_of=self.kind_of,
-            unfinished=tuple(names[path] for _, path, _ in ours if path not in complete.values()),
+            kind_of=lambda path: owners[path].kind_of(path),
+            backend=self.backend,
+            others={
+                step: owners[path].backend
+                for step, path in complete.items()
+                if owners[path] is not self
+            },
+            unfinished=tuple(names[path] for _, path, _ in ours if path not in owners),
             # Hidden entries belong to the file system (.snapshot, .nfs...) or to editors.
             foreign=tuple(sorted(name for name in foreign if not name.startswith("."))),
         )

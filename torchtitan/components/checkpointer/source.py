@@ -6,6 +6,9 @@ what the run was told to begin from counts only while there is nothing of its ow
     load_step given   that checkpoint or an error, never another one
     load_step -1      newest full one > step-0 seed > initial_load_path > HF assets > nothing
 
+A checkpoint of another back end that would be the one to load is an error: this run cannot read it,
+and to pass it over would be to train its steps once more.
+
 Rank 0 asks ``find_start`` and every rank follows the answer, which comes with the one line to log.
 docs/checkpoint.md holds the whole table.
 """
@@ -15,7 +18,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
+from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder, step_name
 from torchtitan.components.checkpointer.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -25,6 +28,7 @@ from torchtitan.components.checkpointer.source_text import (
     FRESH_START,
     is_inside,
     listed,
+    this_run_cannot,
     what_does_not_count,
     what_was_passed_over,
 )
@@ -91,8 +95,8 @@ def find_start(request: Request, own: OwnFolder, finder: Finder) -> Start:
     """``choose_start``, with a look at what it chose outside of the run's own folder.
 
     Raises:
-        CheckpointNotFoundError, ValueError: as ``choose_start``; ValueError also when the path
-            chosen is not one checkpoint of the kind asked for.
+        CheckpointNotFoundError, CheckpointMismatchError, ValueError: as ``choose_start``; ValueError
+            also when the path chosen is not one checkpoint of the kind asked for.
     """
     start = choose_start(request, own)
     source = start.source
@@ -114,21 +118,28 @@ def choose_start(request: Request, own: OwnFolder) -> Start:
     Raises:
         CheckpointNotFoundError: the step asked for is not there, or the folder holds only
             checkpoints that a run cannot go on from.
+        CheckpointMismatchError: the one to load is of another back end.
         ValueError: ``load_step`` is no step, or the Hugging Face assets were needed and not given.
     """
     if request.load_step != -1:
         return _explicit(request, own)
     newest, passed_over = own.newest_full()
     if newest is not None:
+        if newest in own.others:
+            raise _of_another(own, newest, f"{own.path} was looked into for the newest checkpoint")
         reason = what_was_passed_over("newest full checkpoint", newest, passed_over, own.unfinished)
         return _own(request, own, newest, reason)
     unreadable = [step for step, kind in passed_over.items() if kind is Kind.UNREADABLE]
     if unreadable:
+        if unreadable[0] in own.others:
+            raise _of_another(own, unreadable[0], f"{own.path} holds nothing full to go on from")
         # Nothing older to fall back on. Starting afresh would bury what is there, so the load
         # itself gets to say what is wrong with it.
         reason = "the only candidate, although its index cannot be read"
         return _own(request, own, unreadable[0], reason)
     if 0 in own.step_paths:
+        if 0 in own.others:
+            raise _of_another(own, 0, f"{own.path} holds nothing full to go on from")
         reason = what_was_passed_over("seed checkpoint", 0, passed_over, own.unfinished)
         return _own(request, own, 0, reason)
     if own.step_paths:
@@ -142,29 +153,52 @@ def _explicit(request: Request, own: OwnFolder) -> Start:
         raise ValueError(f"--{problem}")
     if step not in own.step_paths:
         died = f"step-{step}" in own.unfinished
+        of_others = "".join(f" ({step} of {own.others[step]})" for step in sorted(own.others))
         raise CheckpointNotFoundError(
             f"--checkpoint.load_step={step} was asked for, but {own.path} holds no complete "
             f"checkpoint of that step{' (its save did not finish)' if died else ''}; complete "
-            f"steps: {listed(own.step_paths)}. Set --checkpoint.load_step to one of them, or to -1 "
-            "for the newest full one."
+            f"steps: {listed(own.step_paths)}{of_others}. Set --checkpoint.load_step to one of them, "
+            "or to -1 for the newest full one."
         )
     if step != 0 and own.kind_of(own.step_paths[step]) is Kind.MODEL_ONLY:
         raise CheckpointNotFoundError(
             f"--checkpoint.load_step={step} was asked for, but {own.step_paths[step]} holds only "
             "the model, and a run needs optimizer and data position to go on. Load its weights "
-            "with --checkpoint.initial_load_path and a new --checkpoint.folder instead."
+            f"with {_backend_flag(own, step)}--checkpoint.initial_load_path and a new "
+            "--checkpoint.folder instead."
         )
+    if step in own.others:
+        raise _of_another(own, step, f"--checkpoint.load_step={step} was asked for")
     return _own(request, own, step, f"--checkpoint.load_step={step}")
 
 
+def _backend_flag(own: OwnFolder, step: int) -> str:
+    """What has to be passed beside the path of ``step``, the beginning of a list of flags."""
+    return f"--checkpoint.backend {own.others[step]}, " if step in own.others else ""
+
+
+def _of_another(own: OwnFolder, step: int, asked: str) -> CheckpointMismatchError:
+    mine = sorted(own.step_paths.keys() - own.others.keys() - {0, step}, reverse=True)
+    full = (each for each in mine if own.kind_of(own.step_paths[each]) is Kind.FULL)
+    path, backend = own.step_paths[step], own.others[step]
+    kind = None if step == 0 else own.kind_of(path)
+    found = this_run_cannot(path, kind, backend=backend, own_backend=own.backend)
+    older = next(full, None)
+    back = f" --checkpoint.load_step {older} to go back to {step_name(older)}," if older else ""
+    return CheckpointMismatchError(
+        f"{asked}, but {found}. Pass --checkpoint.backend {backend} to go on from it,{back} or "
+        "another --checkpoint.folder to leave it alone."
+    )
+
+
 def _only_weights(request: Request, own: OwnFolder) -> CheckpointNotFoundError:
-    path = request.initial_load_path
+    path, newest = request.initial_load_path, max(own.step_paths)
     unused = f" --checkpoint.initial_load_path {path} does not change that." if path else ""
     return CheckpointNotFoundError(
         f"{own.path} holds only model-only checkpoints (steps {listed(own.step_paths)}); a run "
         f"needs a full one to go on.{unused} To train on from such weights pass "
-        f"--checkpoint.initial_load_path={own.step_paths[max(own.step_paths)]} (as an absolute "
-        "path) together with a new --checkpoint.folder; to begin again choose a new "
+        f"{_backend_flag(own, newest)}--checkpoint.initial_load_path={own.step_paths[newest]} "
+        "(as an absolute path) together with a new --checkpoint.folder; to begin again choose a new "
         "--checkpoint.folder. Set --checkpoint.no-last-save-model-only to save full ones."
     )
 
@@ -209,7 +243,13 @@ def _initial_problem(source: Source, own: OwnFolder, finder: Finder) -> str | No
         return "which is not a directory; it must be one checkpoint, that is a step-N directory."
     if source.from_hf:
         return None
-    if finder.is_complete(path):
+    owner = finder.owner_of(path)
+    if owner is not None and owner is not finder:
+        found = this_run_cannot(
+            "which", owner.kind_of(path), backend=owner.backend, own_backend=finder.backend
+        )
+        return f"{found}; pass --checkpoint.backend {owner.backend} as well, or another path."
+    if owner is not None:
         if not source.model_only and finder.kind_of(path) is Kind.MODEL_ONLY:
             return (
                 "which holds only the model, but --checkpoint.no-initial-load-model-only asks for "
@@ -217,10 +257,15 @@ def _initial_problem(source: Source, own: OwnFolder, finder: Finder) -> str | No
             )
         return None
     for folder in (path, f"{path}/checkpoint"):
-        if inside := finder.complete_steps(folder):
+        inside = finder.look_into(folder)
+        if inside.step_paths:
+            readable = inside.step_paths.keys() - inside.others.keys() or inside.step_paths.keys()
+            newest = max(readable)
+            other = inside.others.get(newest)
             return (
                 f"which is not a checkpoint but a folder around checkpoints (steps "
-                f"{listed(inside)}); pass one of them, the newest is {inside[max(inside)]}."
+                f"{listed(readable)}); pass one of them, the newest is {inside.step_paths[newest]}"
+                f"{f' and needs --checkpoint.backend {other}' if other else ''}."
             )
     where = ", in the folder of this run" if is_inside(path, own.path) else ""
     return (

@@ -17,6 +17,12 @@ _MEANING = {
     Kind.MODEL_ONLY: "weights only",
     Kind.UNREADABLE: "its index cannot be read",
 }
+_OF_ANOTHER: dict[Kind | None, str] = {
+    None: "a seed",
+    Kind.FULL: "a full checkpoint",
+    Kind.MODEL_ONLY: "a checkpoint of weights",
+    Kind.UNREADABLE: "a checkpoint, with an index that cannot be read,",
+}
 
 
 def what_was_passed_over(
@@ -42,6 +48,11 @@ def what_does_not_count(own: OwnFolder) -> str:
     if own.foreign:
         groups.append(f"{shortened(own.foreign)} (no names of checkpoints)")
     return f" In {own.path} these do not count: {', '.join(groups)}." if groups else ""
+
+
+def this_run_cannot(path: str, kind: Kind | None, *, backend: str, own_backend: str) -> str:
+    """That ``path`` is of ``backend`` and not of this run's; None as ``kind`` stands for a seed."""
+    return f"{path} is {_OF_ANOTHER[kind]} of {backend}, and this run uses {own_backend}, which cannot read it"
 
 
 def listed(steps: Iterable[int]) -> str:

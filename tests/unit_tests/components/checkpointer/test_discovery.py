@@ -1,15 +1,16 @@
 from hypothesis import given, strategies as st
 from torchtitan.components.checkpointer import CheckpointManager, CheckpointStorage
 from torchtitan.components.checkpointer.dcp import _FilesystemCheckpointStorage
-from torchtitan.components.checkpointer.dcp_index import is_complete, parse_entry
+from torchtitan.components.checkpointer.dcp_index import parse_entry
 from torchtitan.components.checkpointer.discovery import (
-    complete_steps,
     find_steps,
+    Finder,
     Kind,
     OwnFolder,
     parse_step,
     step_name,
 )
+from torchtitan.components.checkpointer.formats import DCP, finder
 from torchtitan.tools import filesystem
 
 from tests.unit_tests.components.checkpointer.fakes import folder_of, MemoryStorage
@@ -55,6 +56,10 @@ def test_names_that_only_look_like_ours_are_nobody_s_checkpoints() -> None:
     assert parse_entry("step-9") == (9, False)
 
 
+def finder_in(storage: MemoryStorage) -> Finder:
+    return finder(DCP, storage, frozenset())
+
+
 def test_found_steps_are_in_the_order_of_their_numbers_and_directories() -> None:
     storage = folder_of("step-9", "step-10", "step-100", *filter(None, FOREIGN_NAMES))
     storage.add("/run/step-11", b"a file")
@@ -67,16 +72,13 @@ def test_only_a_directory_with_its_marker_is_complete() -> None:
     storage.add("/run/step-2/.metadata", b"index")
     storage.add("/run/step-3/model.safetensors.index.json", b"{}")
     storage.add("/run/step-1/.metadata.tmp", b"index")
-    found = complete_steps(
-        storage, "/run", parse=parse_entry, is_complete=lambda path: is_complete(storage, path)
-    )
+    found = finder_in(storage).complete_steps("/run")
     # step-4 has a directory where the marker should be a file.
     assert sorted(found) == [2, 3]
 
 
 def test_a_missing_folder_holds_nothing() -> None:
-    nothing = complete_steps(MemoryStorage(), "/x", parse=parse_entry, is_complete=bool)
-    assert nothing == {}
+    assert finder_in(MemoryStorage()).complete_steps("/x") == {}
 
 
 def test_the_newest_full_step_passes_over_exports_seeds_and_damage() -> None:

@@ -3,10 +3,12 @@
 What lies in the run's folder x --checkpoint.load_step x --checkpoint.initial_load_path.
 """
 
+from dataclasses import replace
+
 import pytest
-from torchtitan.components.checkpointer.dcp_index import finder
 from torchtitan.components.checkpointer.discovery import Finder, Kind
 from torchtitan.components.checkpointer.errors import CheckpointNotFoundError
+from torchtitan.components.checkpointer.formats import DCP, finder
 from torchtitan.components.checkpointer.source import find_start
 
 from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
@@ -111,18 +113,12 @@ def finder_of(folder: str) -> Finder:
     for path, content in FOLDERS[folder].items():
         storage.add(path, content)
     storage.add("/given/step-3/.metadata", FULL)
-    dcp_finder = finder(storage, {"optimizer"})
 
     def kind_of(path: str) -> Kind:
         is_full = storage.entries[f"{path}/.metadata"] == FULL
         return Kind.FULL if is_full else Kind.MODEL_ONLY
 
-    return Finder(
-        storage=storage,
-        parse=dcp_finder.parse,
-        is_complete=dcp_finder.is_complete,
-        kind_of=kind_of,
-    )
+    return replace(finder(DCP, storage, {"optimizer"}), kind_of=kind_of)
 
 
 @pytest.mark.parametrize("folder,load_step", TABLE)

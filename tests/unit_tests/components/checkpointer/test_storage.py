@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
-from torchtitan.components.checkpointer.dcp_index import (
-    DcpStorage,
-    HF_MARKER,
-    is_complete,
-    kind_of,
-    MARKER,
-)
+from torchtitan.components.checkpointer.dcp_index import is_complete, kind_of, MARKER
 from torchtitan.components.checkpointer.discovery import Kind
+from torchtitan.components.checkpointer.formats import CheckpointFiles, DCP, finder, MARKERS
 from torchtitan.components.checkpointer.storage import FilesystemStorage
 from torchtitan.tools import filesystem
 
@@ -28,7 +23,7 @@ def checkpoint(folder: Path, marker: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("marker", [MARKER, HF_MARKER])
+@pytest.mark.parametrize("marker", MARKERS)
 def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(
     tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,13 +32,14 @@ def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(
     def killed(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    storage = DcpStorage()
-    assert is_complete(storage, str(path))
+    storage = CheckpointFiles()
+    is_anyones = finder(DCP, storage, frozenset()).is_complete_for_any
+    assert is_anyones(str(path))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             storage.remove(str(path))
-    assert path.is_dir() and not is_complete(storage, str(path))
+    assert path.is_dir() and not is_anyones(str(path))
     storage.remove(str(path))
     assert not path.exists()
 
@@ -60,7 +56,7 @@ def test_the_loss_of_the_marker_is_durable_before_anything_else_goes(
         lambda folder: (order.append(f"sync {(path / MARKER).exists()}"), sync(folder)),
     )
     monkeypatch.setattr(filesystem, "rmtree", lambda p: (order.append("delete"), delete(p)))
-    DcpStorage().remove(str(path))
+    CheckpointFiles().remove(str(path))
     assert order == ["sync False", "delete"]
 
 
@@ -78,8 +74,8 @@ def test_deleting_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
     target = checkpoint(tmp_path / "other", MARKER)
     link = tmp_path / "step-9"
     link.symlink_to(target)
-    DcpStorage().remove(str(link))
-    assert not link.is_symlink() and is_complete(DcpStorage(), str(target))
+    CheckpointFiles().remove(str(link))
+    assert not link.is_symlink() and is_complete(CheckpointFiles(), str(target))
 
 
 def test_a_relative_link_that_is_moved_leads_to_the_same_place(tmp_path: Path) -> None:
@@ -87,9 +83,9 @@ def test_a_relative_link_that_is_moved_leads_to_the_same_place(tmp_path: Path) -
     link = tmp_path / "step-9"
     link.symlink_to("step-10")
     moved = tmp_path / "superseded" / "step-9"
-    DcpStorage().move(str(link), str(moved))
+    CheckpointFiles().move(str(link), str(moved))
     assert not link.is_symlink()
-    assert moved.resolve() == target.resolve() and is_complete(DcpStorage(), str(moved))
+    assert moved.resolve() == target.resolve() and is_complete(CheckpointFiles(), str(moved))
 
 
 def test_what_cannot_be_looked_at_is_an_error_and_never_a_save_that_died(
@@ -106,19 +102,19 @@ def test_what_cannot_be_looked_at_is_an_error_and_never_a_save_that_died(
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stale)
         with pytest.raises(OSError, match="Stale file handle"):
-            is_complete(DcpStorage(), str(path))
-    assert is_complete(DcpStorage(), str(path))
+            is_complete(CheckpointFiles(), str(path))
+    assert is_complete(CheckpointFiles(), str(path))
 
 
 def test_an_index_the_disk_does_not_give_now_is_no_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path, MARKER)
-    assert kind_of(DcpStorage(), str(path), {"optimizer"}) is Kind.UNREADABLE
+    assert kind_of(CheckpointFiles(), str(path), {"optimizer"}) is Kind.UNREADABLE
 
     def denied(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(FileSystemReader, "read_metadata", denied)
     with pytest.raises(PermissionError):
-        kind_of(DcpStorage(), str(path), {"optimizer"})
+        kind_of(CheckpointFiles(), str(path), {"optimizer"})
