@@ -84,8 +84,9 @@ class OwnFolder:
     others: Mapping[int, str] = field(default_factory=dict)
     """The back end of each step that is not of this one."""
 
-    unfinished: tuple[str, ...] = ()
-    """Names of directories of ours without their marker: saves that died."""
+    unfinished: Mapping[str, int] = field(default_factory=dict)
+    """Names of directories of ours without a marker, or still under a staging name, and their steps:
+    saves that died."""
 
     foreign: tuple[str, ...] = ()
     """Names that are not ours; they never count, and nothing touches them."""
@@ -165,7 +166,7 @@ class Finder:
                 for step, path in complete.items()
                 if owners[path] is not self
             },
-            unfinished=tuple(names[path] for _, path, _ in ours if path not in owners),
+            unfinished={names[path]: step for step, path, _ in ours if path not in owners},
             # Hidden entries belong to the file system (.snapshot, .nfs...) or to editors.
             foreign=tuple(sorted(name for name in foreign if not name.startswith("."))),
         )

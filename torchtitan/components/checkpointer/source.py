@@ -152,7 +152,7 @@ def _explicit(request: Request, own: OwnFolder) -> Start:
     if problem := unusable_load_step(step):
         raise ValueError(f"--{problem}")
     if step not in own.step_paths:
-        died = f"step-{step}" in own.unfinished
+        died = step in own.unfinished.values()
         of_others = "".join(f" ({step} of {own.others[step]})" for step in sorted(own.others))
         raise CheckpointNotFoundError(
             f"--checkpoint.load_step={step} was asked for, but {own.path} holds no complete "

@@ -6,7 +6,7 @@ A user who expected another start finds the reason in the line that tells of thi
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from torchtitan.components.checkpointer.discovery import Kind, OwnFolder, parse_step, step_name
+from torchtitan.components.checkpointer.discovery import Kind, OwnFolder, step_name
 from torchtitan.tools import filesystem
 
 FRESH_START = "No checkpoint was provided, this is a fresh start."
@@ -26,14 +26,13 @@ _OF_ANOTHER: dict[Kind | None, str] = {
 
 
 def what_was_passed_over(
-    reason: str, chosen: int, passed_over: Mapping[int, Kind], unfinished: Sequence[str]
+    reason: str, chosen: int, passed_over: Mapping[int, Kind], unfinished: Mapping[str, int]
 ) -> str:
     """``reason``, and which steps above the ``chosen`` one were not taken and why."""
     why = {step: _MEANING[kind] for step, kind in passed_over.items()}
-    for name in unfinished:
-        step = parse_step(name)
-        if step is not None and step > chosen:
-            why[step] = "its save did not finish"
+    for step in unfinished.values():
+        if step > chosen:
+            why.setdefault(step, "its save did not finish")
     if not why:
         return reason
     named = [f"{step_name(step)} ({why[step]})" for step in sorted(why)]
@@ -44,7 +43,7 @@ def what_does_not_count(own: OwnFolder) -> str:
     """A sentence about what lies in the folder beside checkpoints, or nothing."""
     groups = []
     if own.unfinished:
-        groups.append(f"{shortened(own.unfinished)} (saves that did not finish)")
+        groups.append(f"{shortened(list(own.unfinished))} (saves that did not finish)")
     if own.foreign:
         groups.append(f"{shortened(own.foreign)} (no names of checkpoints)")
     return f" In {own.path} these do not count: {', '.join(groups)}." if groups else ""

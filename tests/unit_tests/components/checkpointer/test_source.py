@@ -72,12 +72,15 @@ def request_for(load_step: int, initial: str | None, **settings: bool | str) -> 
     )
 
 
-def start(kinds: dict[int, Kind], request: Request, unfinished: tuple[str, ...] = ()) -> Start:
+def start(kinds: dict[int, Kind], request: Request, unfinished: tuple[int, ...] = ()) -> Start:
     paths = {step: f"/run/step-{step}" for step in kinds}
     by_path = {path: kinds[step] for step, path in paths.items()}
     by_path |= {"/given/step-3": F, "/given/step-2": M, "/dump/checkpoint/step-11": F}
     own = OwnFolder(
-        path="/run", step_paths=paths, kind_of=by_path.__getitem__, unfinished=unfinished
+        path="/run",
+        step_paths=paths,
+        kind_of=by_path.__getitem__,
+        unfinished={f"tmp_step-{step}": step for step in unfinished},
     )
     finder = Finder(
         storage=MemoryStorage(*by_path, "/weights", "/run"),
@@ -162,7 +165,7 @@ def test_own_checkpoints_silence_every_initial_setting() -> None:
 
 
 def test_what_lies_above_the_chosen_step_is_told_in_the_order_of_the_steps() -> None:
-    unfinished = ("step-3", *(f"step-{step}" for step in range(20, 26)))
+    unfinished = (3, *range(20, 26))
     line = start({7: F, 9: M, 8: U}, request_for(-1, None), unfinished).line
     assert line == (
         "Loading the checkpoint /run/step-7 (newest full checkpoint; passed over: step-8 (its "
@@ -205,7 +208,7 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_the_one_to_pass(
 
 def test_a_step_whose_save_died_is_told_so() -> None:
     with pytest.raises(FileNotFoundError, match=r"of that step \(its save did not finish\)"):
-        start({5: F}, request_for(7, None), ("step-7",))
+        start({5: F}, request_for(7, None), (7,))
 
 
 def test_a_path_is_found_inside_a_folder_by_name() -> None:
