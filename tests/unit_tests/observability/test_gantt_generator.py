@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torchtitan.observability.structured_logger.gantt_generator import generate_gantt_trace
 
-from tests.unit_tests.observability.written import Rank
+from tests.unit_tests.observability.written import Rank, writer_of
 
 
 def spans(trace: dict[str, Any]) -> list[tuple[str, int, int, int]]:
@@ -62,6 +62,24 @@ def test_a_span_that_never_ended_is_drawn_and_marked(tmp_path: Path) -> None:
     trace = generate_gantt_trace(tmp_path, tmp_path / "trace.json")
     (event,) = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert event["dur"] == 3_000_000 and event["args"]["unfinished"]
+
+
+def test_the_writes_of_a_writer_process_have_a_place_of_their_own(tmp_path: Path) -> None:
+    Rank(tmp_path).takes("step", 4)
+    writer_of(tmp_path, at=1000)
+    trace = generate_gantt_trace(tmp_path, tmp_path / "trace.json")
+    assert spans(trace) == [("step", 0, 0, 4000), ("save_model", 1, 1000, 2000)]
+    places = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert places[0].startswith("rank 0, training.global_rank_0.")
+    assert places[1].startswith("rank 0, training.writer.global_rank_0.")
+
+
+def test_an_event_without_a_span_is_drawn_with_its_value(tmp_path: Path) -> None:
+    writer_of(tmp_path)
+    trace = generate_gantt_trace(tmp_path, tmp_path / "trace.json")
+    (event,) = [event for event in trace["traceEvents"] if "value" in event.get("args", ())]
+    assert (event["ph"], event["name"], event["ts"]) == ("i", "rename.latency_ms", 3_000_000)
+    assert (event["args"]["value"], event["args"]["step"]) == (3, 4)
 
 
 def test_a_folder_without_logs_is_an_error(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 from torchtitan.observability import structured_logger as sl
 from torchtitan.observability.run_log import read_rank_log, read_run, run as run_module
 
-from tests.unit_tests.observability.written import BACKGROUND, Rank, two_starts
+from tests.unit_tests.observability.written import BACKGROUND, Rank, two_starts, writer_of
 
 LOSS = "loss_metrics/global_avg_loss"
 SPANS = ["step", "fetching_batch", "fwd_bwd", "optim", "checkpoint_save", "eval", "unlisted"]
@@ -166,6 +166,49 @@ def test_a_rank_is_in_a_start_once_also_if_the_clocks_disagree(tmp_path: Path) -
     Rank(tmp_path, 0, at=1000).train(range(1, 9))
     Rank(tmp_path, 0, at=1005).train(range(9, 11))
     assert [start.last_step for start in read_run(tmp_path).starts] == [8, 10]
+
+
+def test_a_process_that_works_for_a_rank_is_no_start_and_takes_no_time_of_it(
+    tmp_path: Path,
+) -> None:
+    two_starts(tmp_path)
+    alone = read_run(tmp_path)
+    for rank in (0, 1):
+        writer_of(tmp_path, rank, at=1001)
+        writer_of(tmp_path, rank, at=1101)
+    together = read_run(tmp_path)
+    assert together.starts == alone.starts and together.names() == alone.names()
+    assert sorted(log.rank for log in together.helpers) == [0, 0, 1, 1] and not alone.helpers
+
+
+def test_a_damaged_file_of_a_helper_is_counted(tmp_path: Path) -> None:
+    Rank(tmp_path).train(range(1, 2))
+    Rank(tmp_path, source="training.writer").damage()
+    assert sum(broken.damaged for broken in read_run(tmp_path).broken()) == 2
+
+
+def test_a_source_with_a_dot_that_works_for_nobody_is_a_start(tmp_path: Path) -> None:
+    Rank(tmp_path, source="my.program").train(range(1, 2))
+    run = read_run(tmp_path)
+    assert len(run.starts) == 1 and not run.helpers
+
+
+def test_events_of_a_library_in_the_main_thread_leave_the_parts_as_they_were(
+    tmp_path: Path,
+) -> None:
+    log = Rank(tmp_path)
+    log.begin_step(1)
+    with log.span("step", 1), log.span("checkpoint_save", 2):
+        log.write("event", "checkpoint_staging_start")  # it failed, and nothing says that it ended
+        log.now += 4
+        log.write("event", "log_metric", event_name="gather.latency_ms", value=4000)
+    found = read_rank_log(log.path)
+    assert dict(found.seconds_by_part) == {
+        "start-up": 0,
+        "checkpoint save": 6,
+        "rest of the step": 1,
+    }
+    assert not found.open_spans and not found.scalars
 
 
 def test_a_folder_without_logs_is_named(tmp_path: Path) -> None:

@@ -13,14 +13,16 @@ MAIN, BACKGROUND = 100, 101
 class Rank:
     """Writes the log of one rank in one start; time passes only when it is told to."""
 
-    def __init__(self, folder: Path, rank: int = 0, *, at: float = 1000.0) -> None:
-        self.rank, self.now = rank, at
+    def __init__(
+        self, folder: Path, rank: int = 0, *, at: float = 1000.0, source: str = "training"
+    ) -> None:
+        self.rank, self.now, self.source = rank, at, source
         self.step: int | None = None
         self.resumed_after = 0
         self.tags: list[str] = []
         logs = folder / "structured_logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self.path = logs / f"training.global_rank_{rank}.{at:.3f}.jsonl"
+        self.path = logs / f"{source}.global_rank_{rank}.{at:.3f}.jsonl"
         self._file: IO[str] = self.path.open("w")
         self.write("instant", "structured_logger_started")
 
@@ -30,7 +32,7 @@ class Rank:
             "time": self.now,
             "tid": MAIN,
             "task_name": "MainThread",
-            "source": "training",
+            "source": self.source,
             "rank": self.rank,
             "log_type": log_type,
             "log_type_name": kind,
@@ -96,6 +98,17 @@ class Rank:
     def end(self) -> None:
         self.takes("torch_distributed_teardown", 0.0)
         self._file.close()
+
+
+def writer_of(folder: Path, rank: int = 0, *, at: float = 1000.0) -> None:
+    """A process that writes checkpoints for ``rank``: 2 s for a model, after 1 s of its own."""
+    log = Rank(folder, rank, at=at, source="training.writer")
+    log.now += 1
+    thread: dict[str, Any] = {"tid": BACKGROUND, "task_name": "ckpt-write_0"}
+    log.write("event", "save_model_start", event_name="save_model", **thread)
+    log.now += 2
+    log.write("event", "save_model_end", event_name="model.latency_ms", value=2000, **thread)
+    log.write("event", "log_metric", event_name="rename.latency_ms", value=3, step=4)
 
 
 def two_starts(folder: Path) -> None:
