@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.data import GrainDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import BaseLogger
@@ -131,9 +131,8 @@ def digest(value: Any) -> str:
 
 def state_of(trainer: Trainer) -> dict[str, str]:
     """Digests of everything that a checkpoint of ``trainer`` holds; a collective."""
-    assert isinstance(trainer.checkpointer, CheckpointManager)
     state = {
-        **trainer.checkpointer.states["model"].state_dict(),
+        **getattr(trainer.checkpointer, "states")["model"].state_dict(),
         **trainer.optimizers.state_dict(),
         **trainer.lr_schedulers.state_dict(),
         **trainer.dataloader.state_dict(),
@@ -172,7 +171,13 @@ def write_corpus(folder: Path, num_documents: int = NUM_DOCUMENTS) -> str:
     return str(path)
 
 
-def make_config(folder: Path, name: str, **checkpoint: Any) -> Recorded.Config:
+def make_config(
+    folder: Path,
+    name: str,
+    *,
+    manager: type[BaseCheckpointManager] = CheckpointManager,
+    **checkpoint: Any,
+) -> Recorded.Config:
     """A run of 12 steps that dumps into ``folder/name``; ``checkpoint`` are fields of its config."""
     options: dict[str, Any] = {
         "enable": True,
@@ -199,7 +204,7 @@ def make_config(folder: Path, name: str, **checkpoint: Any) -> Recorded.Config:
             files=[write_corpus(folder)], cache_dir=str(folder / "cache")
         ),
         dump_folder=str(folder / name),
-        checkpoint=CheckpointManager.Config(**options),
+        checkpoint=manager.Config(**options),
         activation_checkpoint=None,
         debug=DebugConfig(seed=7, enable_structured_logging=False),
         comm=CommConfig(trace_buf_size=0),

@@ -9,7 +9,7 @@ the checkpoint is durable.
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed.checkpoint as dcp
 
@@ -76,6 +76,42 @@ def await_save(
     finally:
         if report is not None and future.done():
             report.completed(future)
+
+
+class SavesInBackground(Protocol):
+    """A manager, as far as it has a save in flight."""
+
+    save_future: "Future[Any] | None"
+    timeout_seconds: float
+    _report: SaveReport | None
+    _gave_up: bool
+    """The save in flight was given up, and its caller told."""
+
+
+def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
+    """Wait for the save in flight of ``manager``, whose error is raised once.
+
+    Raises:
+        CheckpointSaveError: it failed, or was not done within the limit.
+    """
+    if manager.save_future is None:
+        return
+    # Cleared before it is awaited: an error is raised once, and the next save starts clean.
+    future, manager.save_future = manager.save_future, None
+    limit_seconds = 0 if manager._gave_up else manager.timeout_seconds
+    manager._gave_up = False
+    try:
+        await_save(future, mode, manager._report, limit_seconds)
+    except CheckpointSaveTimeoutError:
+        # It may still be running: the next save must not begin, and close() need not wait again.
+        manager.save_future, manager._gave_up = future, True
+        raise
+    except FAILURES:
+        raise
+    except BaseException:
+        # Ctrl-C: it is still in flight, and close() has to wait for it.
+        manager.save_future = future
+        raise
 
 
 @contextmanager

@@ -126,8 +126,12 @@ def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.T
     moving = {_place(buffer)[0] for part in parts for buffer in part.buffers()}
     still = {_place(weight)[0] for part in parts for weight in part.parameters()} - moving
 
+    def is_model(key: str) -> bool:
+        # One entry of the model at the top level of a checkpoint, or all of them under one key.
+        return key == MODEL or key not in states
+
     def is_still(key: str, tensor: torch.Tensor) -> bool:
-        return key == OPTIMIZER or (key not in states and _place(tensor)[0] in still)
+        return key == OPTIMIZER or (is_model(key) and _place(tensor)[0] in still)
 
     return is_still
 

@@ -1,0 +1,151 @@
+"""One save on all ranks: all of them have written, or none of them has saved.
+
+The library's barrier only counts arrivals. So a rank that fails leaves the others waiting for the whole
+timeout, an arrival of a failed save is still counted in the next one, and ranks other than 0 call a
+save done before rank 0 has given it its name. Here a rank arrives with its error, each save counts
+for itself, and there are two stops:
+
+    every rank: files written -> agree ---> rank 0: tmp_step-N becomes step-N -> publish ---> done
+                a failure of any rank is the failure of all, in the words of the first that failed
+
+    in a writer process    StoreCommit   over the store at which the writers have met
+    in the trainer         GroupCommit   over its group for checkpoints
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch.distributed as dist
+from torch_checkpointing.barriers import Barrier, BarrierConfig
+from torch_checkpointing.types import RankInfo
+
+from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
+from torchtitan.components.checkpointer.pinned.meeting import (
+    ALL_HERE,
+    committed_key,
+    OtherRankFailedError,
+    written_key,
+)
+
+
+class _Stop(IntEnum):
+    WRITTEN = 0
+    PUBLISHED = 1
+    OVER = 2
+
+
+class Commit(ABC):
+    """The two stops of one save; a new one for each save."""
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        self._rank = rank_info.role_rank
+        self._num_ranks = rank_info.role_world_size
+        self._next = _Stop.WRITTEN
+
+    def agree(self) -> None:
+        """Wait until every rank has written. Raises ``OtherRankFailedError``."""
+        self._pass(_Stop.WRITTEN, None)
+
+    def publish(self) -> None:
+        """Wait until rank 0 has given the save its name. Raises ``OtherRankFailedError``."""
+        self._pass(_Stop.PUBLISHED, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Let what this rank failed with be the failure of all, unless it is known already."""
+        if self._next is _Stop.OVER:
+            return
+        try:
+            self._pass(self._next, f"rank {self._rank}: {type(error).__name__}: {error}")
+        except Exception:  # whatever comes of it, the caller raises what it has
+            self._next = _Stop.OVER
+
+    def _pass(self, stop: _Stop, failure: str | None) -> None:
+        assert stop is self._next, f"{stop.name} comes after {self._next.name}"
+        self._next = _Stop.OVER
+        outcome = failure if self._num_ranks == 1 else self._meet(stop, failure)
+        if outcome is not None and outcome != failure:
+            raise OtherRankFailedError(outcome)
+        if outcome is None:
+            self._next = _Stop(stop + 1)
+
+    @abstractmethod
+    def _meet(self, stop: _Stop, failure: str | None) -> str | None:
+        """Tell the others ``failure``; the failure of all, or None."""
+
+
+class StoreCommit(Commit):
+    """Between writer processes, over the store at which they have met."""
+
+    def __init__(self, rank_info: RankInfo, store: dist.Store, attempt: int) -> None:
+        """``attempt`` counts the saves; all ranks count alike."""
+        super().__init__(rank_info)
+        self._store = store
+        self._arrived = f"{written_key(attempt)}/arrived"
+        self._verdicts = {
+            _Stop.WRITTEN: written_key(attempt),
+            _Stop.PUBLISHED: committed_key(attempt),
+        }
+
+    def _meet(self, stop: _Stop, failure: str | None) -> str | None:
+        verdict = self._verdicts[stop]
+        if failure is not None:
+            self._store.compare_set(verdict, "", failure)
+        elif self._is_last(stop):
+            self._store.compare_set(verdict, "", ALL_HERE)
+        try:
+            outcome = self._store.get(verdict).decode()
+        except RuntimeError as error:
+            # Over for good: a rank that comes later must not find all of them here.
+            gave_up = f"rank {self._rank}: {error}"
+            outcome = self._store.compare_set(verdict, "", gave_up).decode()
+            if outcome == gave_up:
+                raise
+        return None if outcome == ALL_HERE else outcome
+
+    def _is_last(self, stop: _Stop) -> bool:
+        if stop is _Stop.WRITTEN:
+            return self._store.add(self._arrived, 1) == self._num_ranks
+        return self._rank == 0
+
+
+class GroupCommit(Commit):
+    """Between trainers that write by themselves; every stop is a collective over ``group``."""
+
+    def __init__(self, rank_info: RankInfo, group: "dist.ProcessGroup | None") -> None:
+        super().__init__(rank_info)
+        self._group = group
+
+    def _meet(self, stop: _Stop, failure: str | None) -> str | None:
+        if stop is _Stop.WRITTEN:
+            found = gather(failure, self._group)
+            return next((one for one in found if one is not None), None)
+        return rank_zero_decides(lambda: failure, self._group)
+
+
+@dataclass
+class CommitBarrierConfig(BarrierConfig):
+    """What the writer is given as its barrier; the commit of each save is put in beforehand."""
+
+    timeout_barrier_init_sec: int = 0
+
+    def create_barrier(self, rank_info: RankInfo) -> "CommitBarrier":
+        """The barrier of one writer."""
+        return CommitBarrier(self)
+
+
+class CommitBarrier(Barrier):
+    """Stands where the library waits for all ranks: between the files and the final name."""
+
+    commit: Commit
+    may_publish: Callable[[], None]
+    """Called last; what it raises prevents the final name."""
+
+    def __init__(self, config: BarrierConfig) -> None:
+        """Nothing to set up: a save brings its own commit."""
+
+    def execute_barrier(self, timeout_secs: int) -> None:
+        """Let rank 0 go on to the final name. The wait is limited by the store or the group."""
+        self.commit.agree()
+        self.may_publish()

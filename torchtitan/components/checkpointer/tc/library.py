@@ -1,0 +1,295 @@
+"""What of torch_checkpointing 0.1.1 is changed, each with its reason. By subclassing, never in place.
+
+    Backend                   puts the parts below together, which the library's manager has no way to be told
+      Metadata                the library gathers on CUDA only, and keeps the metadata of the first save for life
+      PlainMetadata           metadata.pkl holds plain values; the library would run what it was made to hold
+      WholeReader             without metadata.pkl the library reads this rank's own file, whatever the layout
+      Resharder               see resharder.py
+      Saver                   the library sends the metadata once, and raises an old failure at every later save
+      SharedMemory, Process   the library's staging takes a descriptor per tensor, its writer process runs the
+                              main module again, gives up after 30 s of start-up and ends with the first error
+
+``tests/unit_tests/components/checkpointer/tc/test_library_facts.py`` pins what this relies on.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch_checkpointing.checkpoint_base import CheckpointBase, CheckpointInfo, CheckpointWriteInfo
+from torch_checkpointing.checkpoint_loader import CheckpointLoader
+from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.checkpoint_process import CheckpointProcess
+from torch_checkpointing.checkpoint_reader import CheckpointReader
+from torch_checkpointing.checkpoint_saver import AsyncCheckpointSaver, SyncCheckpointSaver
+from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs
+from torch_checkpointing.config import AsyncCheckpointSaverConfig
+from torch_checkpointing.distributed_metadata import (
+    CheckpointMetadata,
+    DistributedMetadata,
+    GlobalObjectMetadata,
+    ShardingMetadata,
+)
+from torch_checkpointing.logging_utils import checkpoint_logging_context
+from torch_checkpointing.metadata_manager import DefaultMetadataManager
+from torch_checkpointing.metadata_serialization import TorchDistributedMetadataFormat
+from torch_checkpointing.schema import _CheckpointSchema
+from torch_checkpointing.staging import CheckpointStager
+from torch_checkpointing.storage.base_storage import Storage
+from torch_checkpointing.types import NestedPath, RankInfo
+from torch_checkpointing.utils import ensure_future, fut_then
+
+from torchtitan.components.checkpointer.agreement import gather
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager, Staged
+from torchtitan.components.checkpointer.tc.commit import GroupCommit
+from torchtitan.components.checkpointer.tc.index import MARKER
+from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
+from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
+from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain
+from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
+from torchtitan.components.checkpointer.tc.writer import Writer
+from torchtitan.components.checkpointer.tc.writer_main import Job
+
+
+@dataclass(kw_only=True, slots=True)
+class BackendConfig(CheckpointManager.Config):
+    """The library's config and what our parts need on this rank."""
+
+    group: "dist.ProcessGroup | None" = None
+    """Where the ranks exchange what they know about a save; never training's."""
+
+    stager: SharedMemoryStager | None = None
+    """Stages and writes in the background; unused by a synchronous saver."""
+
+    def build(self) -> "Backend":
+        """The manager of the library, made of our parts."""
+        return Backend(self)
+
+
+def on_this_rank(
+    config: CheckpointManager.Config,
+    *,
+    group: "dist.ProcessGroup | None",
+    stager: SharedMemoryStager | None,
+) -> BackendConfig:
+    """``config`` as it is built here."""
+    given = {each.name: getattr(config, each.name) for each in fields(CheckpointManager.Config)}
+    return BackendConfig(**given, group=group, stager=stager)
+
+
+class Backend(CheckpointManager):
+    """The library's manager with other parts; what it does with them stays as it is."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        # Not the library's own construction: it knows one metadata manager, and starts its process.
+        self._config = config
+        self._schema = _CheckpointSchema(items=config.items, default=config.default)
+        self._prewarm_staging_future: Future[Any] | None = None
+        self._staging_future: Future[Any] | None = None
+        self._write_future: Future[Any] | None = None
+        self._closed = False
+        self._storage_config = config.storage_config or DurableStorageConfig()
+        rank_info = rank_info_of_this_process()
+        self._rank = rank_info.global_rank
+        self._metadata = self._metadata_manager = Metadata(rank_info, config.group)
+        args = CheckpointWriterArgs(
+            config=config.save.writer_config,
+            rank_info=rank_info,
+            storage_config=self._storage_config,
+            pre_finalize_callback=config.pre_finalize_callback,
+            finalize_callback=config.finalize_callback,
+        )
+        self._stager = config.stager
+        if isinstance(config.save, AsyncCheckpointSaverConfig):
+            assert config.stager is not None
+            init_fn = config.subprocess_init_fn
+            init = None if init_fn is None else (init_fn, config.subprocess_init_args)
+            self._saver = Saver(
+                SharedMemory(config.stager),
+                Process(args, init),
+                self._metadata,
+                config.save.wait_timeout_secs or 600.0,
+            )
+        else:
+            writer = Writer(args, lambda: GroupCommit(rank_info, config.group))
+            self._saver = SyncCheckpointSaver(writer, self._metadata)
+        self._reader = WholeReader(rank_info, self._storage_config)
+        self._loader = CheckpointLoader(self._reader, self._metadata)
+
+    def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take memory for ``checkpoint``, and start the writer process, while nothing is saved."""
+        if isinstance(self._saver, Saver) and self._stager is not None:
+            self._stager.prewarm(checkpoint)
+
+    def forget_failure(self) -> None:
+        """Go on after a failed save that was told of; the library would raise it again for ever."""
+        self._staging_future = self._write_future = None
+        if isinstance(self._saver, Saver):
+            self._saver.forget_failure()
+
+    def close(self) -> None:
+        """Free everything. Whoever wants to know how the last save went has waited for it."""
+        if not self._closed:
+            self._closed = True
+            self._saver.close()
+            self._loader.close()
+            self._metadata.close()
+
+
+class Metadata(DefaultMetadataManager):
+    """Exchanges the metadata of a save over a group of our own, anew whenever it has changed."""
+
+    def __init__(self, rank_info: RankInfo, group: "dist.ProcessGroup | None") -> None:
+        super().__init__(rank_info, group, should_cache_metadata=False, enable_serialization=False)
+        self._group = group
+        self._current: tuple[bytes, CheckpointMetadata, bytes] | None = None
+
+    def compute_metadata(self, checkpoint_info: CheckpointInfo) -> CheckpointMetadata:
+        """The metadata of all ranks. Collective; a failure of one rank is raised on all.
+
+        Raises:
+            ValueError: a tensor is laid out in a way that could not be read back.
+        """
+        digest, failure, local = b"", None, {}
+        try:
+            local = self.extract_object_metadata(checkpoint_info)
+            layouts = checkpoint_info.layout_info_mappings
+            digest = hashlib.sha256(repr((local, layouts)).encode()).digest()
+        except Exception as error:  # of any tensor subclass in the state
+            failure = f"rank {self._rank_info.global_rank}: {error}"
+        known = self._current[0] if self._current is not None else None
+        found = gather((failure, failure is None and digest == known), self._group)
+        if failures := [one for one, _ in found if one is not None]:
+            raise ValueError(failures[0])
+        if self._current is None or not all(is_known for _, is_known in found):
+            metadata = self._aggregate_metadata(local, checkpoint_info.layout_info_mappings)
+            content = pickle.dumps(metadata.to_dict())
+            both = CheckpointMetadata(distributed_metadata=metadata, local_metadata=local)
+            self._current = (digest, both, content)
+        return self._current[1]
+
+    def get_serialized_metadata(self) -> bytes | None:
+        """The contents of metadata.pkl for the save whose metadata was computed last."""
+        return None if self._current is None else self._current[2]
+
+    def _all_gather_pickled_data(
+        self, data: Any, process_group: "dist.ProcessGroup | None" = None
+    ) -> dict[int, Any]:
+        return dict(enumerate(gather(data, process_group)))
+
+    def _merge_object_metadata_from_ranks(
+        self, all_ranks_metadata: dict[int, dict[str, dict[NestedPath, ShardingMetadata]]]
+    ) -> dict[str, dict[NestedPath, list[GlobalObjectMetadata]]]:
+        return one_of_each_plain(super()._merge_object_metadata_from_ranks(all_ranks_metadata))
+
+
+class PlainMetadata(TorchDistributedMetadataFormat):
+    """The library's metadata.pkl, read as values and nothing else."""
+
+    @classmethod
+    def maybe_load(cls, checkpoint_dir: Path, storage: Storage) -> DistributedMetadata | None:
+        """Its contents, or None where there is none. Raises CheckpointReadError if it is damaged."""
+        path = checkpoint_dir / MARKER
+        if not storage.exists(path):
+            return None
+        content = parse_metadata(str(checkpoint_dir), storage.read(path))
+        return DistributedMetadata.from_dict(content)
+
+
+class WholeReader(CheckpointReader):
+    """Insists on metadata."""
+
+    _METADATA_FORMATS = (PlainMetadata,)
+    _REQUIRE_METADATA = True
+
+
+class Saver(AsyncCheckpointSaver):
+    """Hands the metadata over with every save."""
+
+    def __init__(
+        self,
+        stager: CheckpointStager,
+        process: CheckpointProcess,
+        metadata: Metadata,
+        limit_seconds: float,
+    ) -> None:
+        super().__init__(stager, process, metadata, limit_seconds)
+        self._metadata = metadata
+
+    def _prepare_checkpoint_write_info(
+        self, checkpoint: CheckpointBase, validate: bool = False
+    ) -> CheckpointWriteInfo:
+        # As if it were to be validated: computed for each save, not for the first alone.
+        return super()._prepare_checkpoint_write_info(checkpoint, validate=True)
+
+    def _get_serialized_metadata_if_needed(self) -> bytes | None:
+        return self._metadata.get_serialized_metadata()
+
+    def forget_failure(self) -> None:
+        """Let the next save begin without the end of the previous one."""
+        self._write_future = None
+
+
+class SharedMemory(CheckpointStager):
+    """Our stager as the library sees it: every item of the result is the whole of what is staged."""
+
+    def __init__(self, stager: SharedMemoryStager) -> None:
+        self._stager = stager
+
+    def stage(  # pyrefly: ignore[bad-override]  (what the library does with it is look up its keys)
+        self, state_dict: Mapping[str, Any], keys_not_requiring_copy: Sequence[str] = ()
+    ) -> "Future[dict[str, Staged]]":
+        """Begin to copy what was prepared; everything is copied, whatever the library asks for."""
+        keys = list(state_dict)
+        return fut_then(self._stager.stage(state_dict), lambda staged: dict.fromkeys(keys, staged))
+
+    def get_staged_state_dict(self) -> object | None:
+        """Nothing that could be looked at here."""
+        return None
+
+    def close(self) -> None:
+        """The stager belongs to the manager, which closes it."""
+
+
+class Process(CheckpointProcess):
+    """Our writer process as the library sees it."""
+
+    def __init__(
+        self,
+        args: CheckpointWriterArgs,
+        init: tuple[Callable[..., None], tuple[Any, ...]] | None,
+    ) -> None:
+        # Not the library's own construction, which starts a process.
+        self._args = args
+        self._init = init
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writing")
+
+    def write(
+        self, checkpoint_info: "CheckpointWriteInfo | Future[CheckpointWriteInfo]", path: str
+    ) -> "Future[None]":
+        """Write what is staged, in the background."""
+        context = checkpoint_logging_context.export_context()
+        return self._executor.submit(self._deliver, ensure_future(checkpoint_info), path, context)
+
+    def _deliver(
+        self, checkpoint_info: "Future[CheckpointWriteInfo]", path: str, context: dict[str, Any]
+    ) -> None:
+        info = checkpoint_info.result()
+        staged = next(iter(info.state_dict.values()))
+        job = Job(
+            args=self._args,
+            layouts=info.layout_info_mappings,
+            metadata=info.serialized_distributed_metadata,
+            log_context=context,
+            init=self._init,
+        )
+        staged.deliver(job, path)
+
+    def close(self) -> None:
+        """End the thread as soon as it is free; its process belongs to the stager."""
+        self._executor.shutdown(wait=False)

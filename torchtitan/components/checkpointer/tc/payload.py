@@ -1,0 +1,72 @@
+"""What the ranks hand to torch_checkpointing: {state key: state dict}.
+
+The model's tensors and the optimizer's stay where they are, to be staged; of everything else this
+is a copy, as the state is now. What is the same on all ranks is written by the lowest of them alone, so
+that a thousand ranks do not write a thousand equal files.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from torchtitan.components.checkpointer.agreement import gather
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.nesting import encode
+from torchtitan.components.checkpointer.state import flatten_states, MODEL, OPTIMIZER
+
+
+def payload_of(
+    states: Mapping[str, Any], group: "dist.ProcessGroup | None", asked: str
+) -> dict[str, Any]:
+    """The payload of this rank. Collective; a failure of one rank is raised on all.
+
+    Args:
+        asked: begins the error that tells what failed.
+
+    Raises:
+        CheckpointSaveError: the state of some rank cannot be had.
+    """
+    payload: dict[str, Any] = {}
+    digests: dict[str, bytes] = {}
+    failure = None
+    try:
+        payload = {key: _state_dict_of(key, state) for key, state in states.items()}
+        flatten_states(payload, model=payload.get(MODEL))  # the names must not hide each other
+        digests = {
+            key: hashlib.sha256(pickle.dumps(value)).digest()
+            for key, value in payload.items()
+            if key not in (MODEL, OPTIMIZER) and not _has_shards(value)
+        }
+    except Exception as error:  # of any object in the state
+        failure = f"rank {_rank(group)}: {type(error).__name__}: {error}"
+    found = gather((failure, digests), group)
+    if failures := [one for one, _ in found if one is not None]:
+        raise CheckpointSaveError(
+            f"{asked} failed: {failures[0]}. Older checkpoints are untouched."
+        )
+    below = [others for _, others in found[: _rank(group)]]
+    return {
+        key: value
+        for key, value in payload.items()
+        if key not in digests or all(others.get(key) != digests[key] for others in below)
+    }
+
+
+def _state_dict_of(key: str, state: Any) -> Any:
+    value = state.state_dict() if isinstance(state, Stateful) else state
+    return value if key in (MODEL, OPTIMIZER) else encode(value)
+
+
+def _has_shards(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return any(map(_has_shards, tree.values()))
+    return any(map(_has_shards, tree)) if isinstance(tree, list) else isinstance(tree, DTensor)
+
+
+def _rank(group: "dist.ProcessGroup | None") -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0

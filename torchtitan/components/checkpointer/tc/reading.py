@@ -1,0 +1,283 @@
+"""Fill the objects of a run from a checkpoint of torch_checkpointing.
+
+Tensors are read by the library, each rank reading its part. Everything else, which the library would
+leave as it is in another layout, and which must be the same on all ranks, is read by rank 0
+and handed around together with the outline:
+
+    look (rank 0) -> Saved -> templates -> require_match -> library: tensors -> put: the rest -> objects
+
+The outline has the flat names that DCP's index has, so both managers say the same about a mismatch.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, IO
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.stateful import Stateful
+from torch_checkpointing.distributed_metadata import DistributedItemMetadata, DistributedMetadata
+from torch_checkpointing.dtensor_metadata import DTensorShardingMetadata
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage
+
+from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
+from torchtitan.components.checkpointer.errors import (
+    cause_of,
+    CheckpointMismatchError,
+    CheckpointReadError,
+)
+from torchtitan.components.checkpointer.matching import require_match
+from torchtitan.components.checkpointer.source import require_step, Source
+from torchtitan.components.checkpointer.state import (
+    flatten_states,
+    MODEL,
+    RANK_STATE,
+    require_known,
+    TRAIN_STATE,
+)
+from torchtitan.components.checkpointer.tc.index import MARKER
+from torchtitan.components.checkpointer.tc.library import PlainMetadata
+from torchtitan.components.checkpointer.templates import SavedEntry, templates
+from torchtitan.tools.errors import portable
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+Nested = tuple[str | int, ...]
+"""Where something lies in the state dict of an item."""
+
+_ITEM_FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9][0-9]*)\.pt", re.ASCII)
+_NUM_READERS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What a checkpoint holds, but for the contents of its tensors."""
+
+    outline: dict[str, SavedEntry]
+    """By flat name; model entries stand at the top, as in DCP's index."""
+
+    values: dict[str, Any]
+    """What is no tensor, by flat name."""
+
+
+def look(storage: Storage, path: str) -> Saved:
+    """Read the metadata and the small values of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointReadError: they cannot be read.
+    """
+    metadata = PlainMetadata.maybe_load(Path(path), storage)
+    if metadata is None:
+        raise CheckpointReadError(
+            f"There is no index {path}/{MARKER}. The path must be one checkpoint, a step-N directory."
+        )
+    outline = dict(_tensors(metadata))
+    values: dict[str, Any] = {}
+    files = _files_with_values(metadata, storage.ls(Path(path)))
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        trees = list(readers.map(lambda one: _read(storage, Path(path, one[1])), files))
+    # The lowest rank is the last to speak, so what ranks share is that of the lowest.
+    for (key, _), tree in reversed(list(zip(files, trees, strict=True))):
+        for nested, value in _leaves(tree):
+            if not isinstance(value, torch.Tensor):
+                name = _name(key, nested)
+                outline[name] = SavedEntry(path=_path(key, nested), shape=None, dtype=None)
+                values[name] = value
+    return Saved(outline=outline, values=values)
+
+
+def restore(
+    source: Source,
+    states: Mapping[str, Any],
+    read: Callable[[dict[str, Any]], Any],
+    *,
+    storage: Storage,
+    excluded: Iterable[str],
+    group: "dist.ProcessGroup | None",
+) -> None:
+    """Fill ``states`` from the checkpoint ``source``, whose tensors ``read`` fills in. Collective.
+
+    Args:
+        states: all objects of the run by state key.
+        read: fills the tensors in a dict {state key: state dict}.
+        excluded: the keys that are not to be restored.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint holds other state, or another step.
+        CheckpointReadError: it cannot be read.
+    """
+    started_at = time.monotonic()
+    if not source.model_only:
+        require_known(excluded, states)
+    saved = rank_zero_decides(lambda: look(storage, source.path), group)
+    other_keys = frozenset(states) - {MODEL}
+    kept = {
+        key: value
+        for key, value in states.items()
+        if key == MODEL or not (source.model_only or key in excluded)
+    }
+    wanted = templates(flatten_states(kept), other_keys, saved.outline)
+    require_match(
+        source.path,
+        wanted,
+        other_keys=other_keys | {RANK_STATE},
+        group=group,
+        outline=saved.outline,
+    )
+    targets = {key: wanted[key] for key in kept if key != MODEL}
+    trees = {
+        key: value.state_dict() for key, value in targets.items() if isinstance(value, Stateful)
+    }
+    trees[MODEL] = states[MODEL].state_dict()
+    into = {
+        key: tree
+        for key, tree in trees.items()
+        if any(isinstance(value, torch.Tensor) for _, value in _leaves(tree))
+    }
+    _read_on_all_ranks(lambda: read(into), source.path, group)
+    filled = {key: _put(key, tree, saved.values) for key, tree in trees.items()}
+    restore_state_dict({**targets, MODEL: states[MODEL]}, filled)
+    if TRAIN_STATE not in excluded:
+        require_step(source, states.get(TRAIN_STATE))
+    GarbageCollection.collect("after loading a checkpoint")
+    logger.info(f"Loaded the checkpoint in {time.monotonic() - started_at:.2f} s.")
+
+
+def restore_state_dict(states: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+    """Give each of ``states`` what was loaded for it, the model last.
+
+    Raises:
+        CheckpointMismatchError: something was loaded for what cannot take it.
+    """
+    refused = []
+    for key in sorted(state_dict, key=lambda name: (name == MODEL, name)):
+        state = states.get(key)
+        if isinstance(state, Stateful):
+            state.load_state_dict(state_dict[key])
+        elif isinstance(state, dict):
+            state.update(state_dict[key])
+        else:
+            refused.append(f"{key} ({type(state).__name__})")
+    if refused:
+        raise CheckpointMismatchError(
+            f"The checkpoint holds {', '.join(refused)}, which cannot be restored: only an object with "
+            "state_dict and load_state_dict, or a dict, can be. Leave them out with "
+            "--checkpoint.exclude_from_loading."
+        )
+
+
+def _tensors(metadata: DistributedMetadata) -> Iterator[tuple[str, SavedEntry]]:
+    for key, item in metadata.metadata.items():
+        for nested, groups in item.nested_path_to_metadata.items():
+            sharding = groups[0].sharding_metadata
+            assert isinstance(sharding, DTensorShardingMetadata)
+            dtype = getattr(torch, sharding.dtype.removeprefix("torch."))
+            path = _path(key, nested)
+            yield _name(key, nested), SavedEntry(
+                path=path, shape=tuple(sharding.global_shape), dtype=dtype
+            )
+
+
+def _files_with_values(
+    metadata: DistributedMetadata, names: Iterable[str]
+) -> list[tuple[str, str]]:
+    """(item, file) of all files to look into, by item and rank.
+
+    Of what is sharded, one rank's file tells the values of all ranks, if it has all of the tensors.
+    """
+    ranks: dict[str, list[int]] = {}
+    for name in names:
+        if match := _ITEM_FILE.fullmatch(name):
+            ranks.setdefault(match[1], []).append(int(match[2]))
+    found = []
+    for key in sorted(ranks):
+        first = min(ranks[key])
+        item = metadata.metadata.get(key)
+        is_enough = item is not None and _is_sharded(item) and _has_all(item, first)
+        found += [
+            (key, f"{key}_{rank}.pt")
+            for rank in sorted(ranks[key])
+            if rank == first or not is_enough
+        ]
+    return found
+
+
+def _is_sharded(item: DistributedItemMetadata) -> bool:
+    return any(len(groups[0].ranks) > 1 for groups in item.nested_path_to_metadata.values())
+
+
+def _has_all(item: DistributedItemMetadata, rank: int) -> bool:
+    return all(
+        any(rank in group.ranks for group in groups)
+        for groups in item.nested_path_to_metadata.values()
+    )
+
+
+def _read(storage: Storage, path: Path) -> Any:
+    """What is in a file, its tensors without their contents."""
+    try:
+        with storage.stream_read(path, ReadArgs(pre_read_full_file=False)) as stream:
+            return torch.load(cast(IO[bytes], stream), map_location="meta", weights_only=False)
+    except Exception as error:
+        # Damaged files raise whatever their bytes happen to spell.
+        raise CheckpointReadError(
+            f"Could not read {path}: {error!r}. If it is damaged, move the checkpoint away and start again "
+            "to resume from the one before it."
+        ) from error
+
+
+def _read_on_all_ranks(
+    read: Callable[[], Any], path: str, group: "dist.ProcessGroup | None"
+) -> None:
+    failure: BaseException | None = None
+    try:
+        read()
+    except Exception as error:
+        failure = portable(error)
+    found = gather(failure, group)
+    for rank, error in enumerate(found):
+        if error is not None:
+            raise CheckpointReadError(
+                f"Could not read the checkpoint {path}: rank {rank}: {cause_of(error)}. If it is damaged, "
+                "move it away and start again to resume from the one before it."
+            ) from error
+
+
+def _put(key: str, tree: Any, values: Mapping[str, Any]) -> Any:
+    """``tree`` with the saved values in their places, which for a dict is done in place."""
+    for nested, value in list(_leaves(tree)):
+        name = _name(key, nested)
+        if isinstance(value, torch.Tensor) or name not in values:
+            continue
+        if not nested:
+            return values[name]
+        set_element(tree, nested, values[name])
+    return tree
+
+
+def _leaves(tree: Any, nested: Nested = ()) -> Iterator[tuple[Nested, Any]]:
+    """(where, what) of all that is not a container; a list of plain values is one value, as in DCP."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*nested, key))
+    elif isinstance(tree, list) and any(isinstance(one, _DEEP) for one in tree):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, (*nested, index))
+    else:
+        yield nested, tree
+
+
+_DEEP = (Mapping, list, torch.Tensor)
+
+
+def _path(key: str, nested: Nested) -> Nested:
+    return nested if key == MODEL else (key, *nested)
+
+
+def _name(key: str, nested: Nested) -> str:
+    return ".".join(str(part) for part in _path(key, nested))

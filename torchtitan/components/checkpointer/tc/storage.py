@@ -1,0 +1,141 @@
+"""Where torch_checkpointing reads and writes.
+
+The library never asks a disk to keep what it was given, and writes with O_DIRECT in a way that most
+file systems refuse, but only when the first odd length comes. This storage writes through the
+page cache and syncs: a file when it is closed, a directory before and after it gets its name.
+
+    tc/writer.py -> DurableStorage -> files          (what is written and loaded)
+    retention, discovery -> BackendCheckpointStorage -> any storage of the library (questions about paths)
+"""
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torch_checkpointing.storage.base_storage import Storage
+from torch_checkpointing.storage.filesystem import (
+    LocalFileSystemStorage,
+    LocalFileSystemStorageConfig,
+    WriteStream,
+)
+from typing_extensions import Buffer
+
+from torchtitan.components.checkpointer.formats import MARKERS
+from torchtitan.tools import filesystem
+
+
+@dataclass
+class DurableStorageConfig(LocalFileSystemStorageConfig):
+    """Local files whose contents and names survive a power cut."""
+
+    use_direct_io: bool = False
+
+    def create_storage(self) -> "DurableStorage":
+        """The storage; made once in each process that reads or writes."""
+        return DurableStorage(self)
+
+
+class _SyncedStream(WriteStream):
+    """A file that is on the disk when its ``with`` block ends."""
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        try:
+            if exc_type is None and self._file is not None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            super().__exit__(exc_type, exc_val, exc_tb)
+
+
+class DurableStorage(LocalFileSystemStorage):
+    """See the top of the file."""
+
+    def stream_write(self, path: Path) -> io.IOBase:
+        """A stream to be used as ``with ... as stream``."""
+        return _SyncedStream(path, "wb", self._use_direct_io)
+
+    def write(self, path: Path, data: Buffer) -> None:
+        """Write a whole file."""
+        with _SyncedStream(path, "wb", self._use_direct_io) as stream:
+            stream.write(data)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Make a directory; the names of parents that were missing become durable too."""
+        if recursive:
+            filesystem.makedirs(os.fspath(path))
+        else:
+            super().mkdir(path, recursive=False)
+
+    def rename(
+        self,
+        src_path: Path,
+        dst_path: Path,
+        is_directory: bool = False,
+        background_cleanup: bool = False,
+    ) -> None:
+        """Give ``src_path`` its final name, which must not be taken, once all in it is durable."""
+        if os.path.isdir(src_path):
+            filesystem.fsync_dir(os.fspath(src_path))
+        super().rename(src_path, dst_path, is_directory, background_cleanup)
+        # The new name first: a power cut between the two may leave both names, never neither.
+        for folder in dict.fromkeys((dst_path.parent, src_path.parent)):
+            filesystem.fsync_dir(os.fspath(folder))
+
+    def delete(self, path: Path) -> None:
+        """Delete a file, durably."""
+        filesystem.remove_file(os.fspath(path))
+
+    def _open_for_read(self, path: Path, use_direct_io: bool) -> io.RawIOBase:
+        # Slices lie anywhere in a file, and O_DIRECT would refuse all that are not aligned.
+        return super()._open_for_read(path, use_direct_io and self._use_direct_io)
+
+
+class BackendCheckpointStorage:
+    """``MovingStorage`` on a storage of the library, so that both look at the same place."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def isdir(self, path: str) -> bool:
+        return self._storage.isdir(Path(path))
+
+    def isfile(self, path: str) -> bool:
+        return self._storage.exists(Path(path)) and not self.isdir(path)
+
+    def listdir(self, path: str) -> list[str]:
+        return self._storage.ls(Path(path))
+
+    def remove(self, path: str) -> None:
+        if os.path.islink(path):
+            # What it leads to lies in another folder and belongs to somebody else.
+            os.unlink(path)
+            return
+        # What makes a checkpoint complete goes first: a deletion cut short leaves no complete one.
+        for marker in MARKERS:
+            if self._storage.exists(Path(path, marker)):
+                self._storage.delete(Path(path, marker))
+        self._storage.rmdir(Path(path))
+
+    def move(self, source: str, target: str) -> None:
+        self._storage.mkdir(Path(target).parent)
+        if os.path.islink(source):
+            # A relative link would lead nowhere from its new place.
+            os.symlink(os.path.realpath(source), target)
+            os.unlink(source)
+            return
+        self._storage.rename(Path(source), Path(target), is_directory=True)
+
+    def size_bytes(self, path: str) -> int:
+        total = 0
+        for name in self.listdir(path):
+            entry = f"{path}/{name}"
+            inside = self.isdir(entry)
+            total += self.size_bytes(entry) if inside else self._storage.getsize(Path(entry))
+        return total

@@ -1,0 +1,100 @@
+"""The program of the writer process: torch_checkpointing writes what its trainer has staged.
+
+trainer: Staged.deliver(Job) -> pinned/serving.py -> save -> Writer -> files
+"""
+
+import logging
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch_checkpointing.checkpoint_base import CheckpointItem, CheckpointWriteInfo
+from torch_checkpointing.checkpoint_layout import LayoutInfo
+from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs
+
+from torchtitan.components.checkpointer.pinned import serving
+from torchtitan.components.checkpointer.pinned.arena import Arena
+from torchtitan.components.checkpointer.pinned.meeting import connect
+from torchtitan.components.checkpointer.pinned.messages import Request
+from torchtitan.components.checkpointer.pinned.snapshot import restore
+from torchtitan.components.checkpointer.tc.commit import StoreCommit
+from torchtitan.components.checkpointer.tc.events import adopt
+from torchtitan.components.checkpointer.tc.writer import Writer
+
+PROGRAM = __name__
+"""How the process that runs this is told to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a save needs besides the staged state."""
+
+    args: CheckpointWriterArgs
+    layouts: Mapping[str, LayoutInfo | None]
+    """By item."""
+    metadata: bytes | None
+    """The contents of metadata.pkl."""
+    log_context: dict[str, Any]
+    """What the library stamps on its events."""
+    init: tuple[Callable[..., None], tuple[Any, ...]] | None
+    """Called with its arguments before the first save of the process."""
+
+
+def describe_shard(tensor: DTensor) -> Any:
+    """What makes ``build_shard`` give the same tensor again."""
+    return tensor._spec
+
+
+def build_shard(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """The sharded tensor of which ``local`` is this rank's part."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+_initialised = False
+
+
+def save(request: Request, arena: Arena, store: dist.Store, trainer_pid: int) -> None:
+    """Carry out ``request``, together with the writer processes of the other ranks."""
+    job: Job = pickle.loads(request.job)
+    commit = StoreCommit(job.args.rank_info, store, request.attempt)
+    try:
+        if request.failure is not None:
+            raise request.failure
+        _initialise(job)
+        arena.attach(request.mapped_bytes)
+        payload = arena.read(request.payload_offset, request.payload_bytes)
+        items = {
+            key: CheckpointItem(value=value, layout=job.layouts.get(key))
+            for key, value in restore(payload, arena, build_shard).items()
+        }
+        writer = Writer(job.args, lambda: commit, lambda: serving.require_trainer(trainer_pid))
+        info = CheckpointWriteInfo(items, serialized_distributed_metadata=job.metadata)
+        writer.write(request.path, info)
+    except BaseException as error:
+        commit.fail(error)  # what came before the writer
+        raise
+
+
+def _initialise(job: Job) -> None:
+    global _initialised
+    adopt(job.log_context)
+    if not _initialised and job.init is not None:
+        function, arguments = job.init
+        function(*arguments)
+    _initialised = True
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Every failure is: each save has a commit of its own, so no writer is out of step after one."""
+    return isinstance(error, Exception)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    # Meshes come without their process groups here, which is what torch warns of for each of them.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    serving.run(join=connect, save=save, is_agreed=is_agreed)

@@ -1,0 +1,371 @@
+"""Checkpoints in the format of torch_checkpointing.
+
+Every rank writes one file per item of the state into ``tmp_step-<n>``; when all have written, rank 0
+gives the directory its name. Training waits for nothing but a copy into shared memory, and for that only
+where it is not done when the optimizer wants to step; a process of each rank writes it.
+
+    _save -> payload_of -> settle (the ranks agree) -> Backend.save -> writer process -> step-<n>
+    _save, last step -> end of the background -> a synchronous Backend -> step-<n>
+    _load -> _choose_start -> tc/reading.restore -> Backend.load (tensors) -> the states
+
+What of the library is changed, and why, is in tc/library.py; what it is asked for is in tc/defaults.py.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import StagingOptions
+from torch_checkpointing.config import AsyncCheckpointSaverConfig
+from torch_checkpointing.storage.base_storage import StorageConfig
+
+from torchtitan.components.checkpointer.agreement import own_group
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.checkpointer.discovery import Kind
+from torchtitan.components.checkpointer.errors import (
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
+)
+from torchtitan.components.checkpointer.formats import TORCH_CHECKPOINTING
+from torchtitan.components.checkpointer.in_flight import saving, told_as_save_error, wait_for_saving
+from torchtitan.components.checkpointer.modes import AsyncMode
+from torchtitan.components.checkpointer.pinned import means
+from torchtitan.components.checkpointer.pinned.settling import settle
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
+from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.components.checkpointer.state import (
+    cast_for_export,
+    changed_by_updates_only,
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    ModelWrapper,
+    OPTIMIZER,
+)
+from torchtitan.components.checkpointer.tc import index, writer_main
+from torchtitan.components.checkpointer.tc.defaults import (
+    default_backend_config as _default_backend_config,
+    DEFAULT_TORCH_CHECKPOINTING_BARRIER_TCPSTORE_PORT,
+    for_this_run,
+    item_specs as _item_specs,
+    require_local,
+    with_sync_save as _with_sync_save,
+)
+from torchtitan.components.checkpointer.tc.events import (
+    BACKEND_LOGGER_NAME as _BACKEND_LOGGER_NAME,
+    init_subprocess_logging as _init_subprocess_logging,
+    stamp,
+)
+from torchtitan.components.checkpointer.tc.index import step_dir_pattern as _step_dir_pattern
+from torchtitan.components.checkpointer.tc.library import Backend, BackendConfig, on_this_rank
+from torchtitan.components.checkpointer.tc.payload import payload_of
+from torchtitan.components.checkpointer.tc.reading import (
+    restore,
+    restore_state_dict as _restore_state_dict,
+)
+from torchtitan.components.checkpointer.tc.storage import (
+    BackendCheckpointStorage as _BackendCheckpointStorage,
+    DurableStorageConfig,
+)
+from torchtitan.distributed.utils import patience
+from torchtitan.observability import structured_logger as sl
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+__all__ = [
+    "DEFAULT_TORCH_CHECKPOINTING_BARRIER_TCPSTORE_PORT",
+    "TorchCheckpointingManager",
+    "_BACKEND_LOGGER_NAME",
+    "_BackendCheckpointStorage",
+    "_default_backend_config",
+    "_init_subprocess_logging",
+    "_item_specs",
+    "_restore_state_dict",
+    "_step_dir_pattern",
+    "_with_sync_save",
+]
+
+
+class TorchCheckpointingManager(BaseCheckpointManager):
+    """Saves and loads a run through torch_checkpointing."""
+
+    FORMAT = TORCH_CHECKPOINTING
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """Nothing beyond what both managers share: saves are asynchronous wherever the machine can."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+        storage_config: StorageConfig | None = None,
+    ) -> None:
+        """Take over ``states`` (updated in place) and the objects a run consists of. Collective.
+
+        Args:
+            states: further entries of the checkpoint by key.
+            sd_adapter: converts to other formats, or None.
+            base_folder: what a relative ``config.folder`` is relative to.
+            storage_config: where the library reads and writes; None is local files, made durable.
+
+        Raises:
+            ValueError: a setting needs something that is not there.
+        """
+        if config.enable:
+            require_local(config.folder, config.initial_load_path)
+        chosen_storage = storage_config or DurableStorageConfig()
+        self._backend_storage = chosen_storage.create_storage()
+        super().__init__(
+            config,
+            storage=_BackendCheckpointStorage(self._backend_storage),
+            base_folder=base_folder,
+            sd_adapter=sd_adapter,
+        )
+        if not self.enable:
+            return
+        states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+            }
+        )
+        self.states = states
+        self._report: SaveReport | None = None
+        self._gave_up = self._prewarmed = False
+        self._stager: SharedMemoryStager | None = None
+        self.pg = own_group(self.timeout_seconds) if dist.is_initialized() else None
+        backend_config = for_this_run(
+            _default_backend_config(),
+            states,
+            storage_config=chosen_storage,
+            limit_seconds=self.timeout_seconds,
+            load_only=self.load_only,
+        )
+        self._manager_config: BackendConfig = self._with_stager(backend_config)
+        prefix = self._manager_config.save.writer_config.temp_dir_prefix
+        self._step_dir_pattern = _step_dir_pattern(prefix)
+        self._manager: Backend = self._manager_config.build()
+
+    def _with_stager(self, config: Any) -> BackendConfig:
+        """``config`` with what carries out its kind of saving; said in one line."""
+        if isinstance(config.save, AsyncCheckpointSaverConfig):
+            if (problem := means.no_shared_memory()) is None:
+                staging = config.save.staging_config
+                self._stager = SharedMemoryStager(
+                    StagingOptions(
+                        use_pinned_memory=staging.use_pinned_memory,
+                        use_non_blocking_copy=staging.use_non_blocking_copy,
+                    ),
+                    group=self.pg,
+                    timeout=timedelta(seconds=self.timeout_seconds),
+                    find_can_wait=lambda: changed_by_updates_only(self.states),
+                    describe_shard=writer_main.describe_shard,
+                    program=writer_main.PROGRAM,
+                )
+                way = f"are staged in {self._stager.means.in_words}; a process writes them"
+            else:
+                config = _with_sync_save(config)
+                way = f"make training wait, because {problem}"
+            if _speaks():
+                logger.info(f"Saves {way}, without direct I/O, through torch_checkpointing.")
+        return on_this_rank(config, group=self.pg, stager=self._stager)
+
+    def _parse_step(self, filename: str) -> tuple[int, bool] | None:
+        return index.parse_entry(filename, self._step_dir_pattern)
+
+    def _is_valid_checkpoint(self, checkpoint_id: str) -> bool:
+        return index.is_complete(self._storage, checkpoint_id)
+
+    def _kind_of(self, checkpoint_id: str) -> Kind:
+        others = {key for key, value in self.states.items() if key != MODEL and value is not None}
+        return index.kind_of(self._storage, checkpoint_id, others)
+
+    def _clear_staging(self, checkpoint_id: str) -> None:
+        folder, _, name = checkpoint_id.rpartition("/")
+        prefix = self._manager_config.save.writer_config.temp_dir_prefix
+        staging_id = f"{folder}/{prefix}{name}"
+        if self._storage.isdir(staging_id):
+            # Files of ranks that are no more would become part of the checkpoint.
+            self._storage.remove(staging_id)
+            logger.info(f"Deleted {staging_id}, left behind by a save that did not finish.")
+
+    @property
+    def _is_async(self) -> bool:
+        return isinstance(self._manager_config.save, AsyncCheckpointSaverConfig)
+
+    def _save(self, curr_step: int, last_step: bool) -> bool:
+        if not self._should_save(curr_step, last_step):
+            if not self.load_only:
+                self._prewarm(curr_step)
+            return False
+        sl.add_step_tag("checkpoint_save")
+        stamp(curr_step)
+        due_at, limit_seconds = time.monotonic(), self.timeout_seconds
+        checkpoint_id = self._create_checkpoint_id(curr_step)
+        asked = saving(curr_step, checkpoint_id)
+        earlier_failure = self._previous_failure()
+        with (
+            told_as_save_error(asked, limit_seconds, earlier_failure),
+            patience(timedelta(seconds=limit_seconds)),
+        ):
+            payload = self._payload(asked, last_step)
+            earlier_failure = self._agree(earlier_failure, None if last_step else payload)
+            if earlier_failure is not None and not last_step:
+                raise earlier_failure  # after the last step, the last chance to keep the work comes first
+            self._report = SaveReport(
+                curr_step,
+                checkpoint_id,
+                self._storage,
+                background=not last_step and self._is_async,
+                is_speaker=_speaks(),
+                due_at=due_at,
+            )
+            # Nothing expires with the last save: no later one needs the space.
+            self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
+            self._report.dispatched()
+            if last_step:
+                self._announce_last_save(curr_step)
+                self._go_synchronous()
+            self._dispatch(checkpoint_id, payload)
+        if earlier_failure is not None:
+            raise earlier_failure
+        return True
+
+    def _payload(self, asked: str, last_step: bool) -> dict[str, Any]:
+        if not (last_step and self.last_save_model_only):
+            return payload_of(self.states, self.pg, asked)
+        payload = payload_of({MODEL: self.states[MODEL]}, self.pg, asked)
+        return {MODEL: cast_for_export(payload[MODEL], self.export_dtype)}
+
+    def _prewarm(self, curr_step: int) -> None:
+        if self._prewarmed or not self._is_async:
+            return
+        self._prewarmed = True
+        asked = f"Preparing after step {curr_step} for saves into {self.folder}"
+        with told_as_save_error(asked, self.timeout_seconds):
+            payload = payload_of(self.states, self.pg, asked)
+            self._manager.prewarm_staging(payload)
+            self._settle(None, needs_writer=True)
+
+    def _previous_failure(self) -> CheckpointSaveError | None:
+        """Wait for the save in flight; what it failed with."""
+        try:
+            self.maybe_wait_for_saving()
+        except CheckpointSaveTimeoutError:
+            raise  # it may still be running, and the ranks in the middle of it
+        except CheckpointSaveError as error:
+            return error
+        return None
+
+    def _agree(
+        self, failure: CheckpointSaveError | None, payload: dict[str, Any] | None
+    ) -> CheckpointSaveError | None:
+        """Agree how the previous save ended, and prepare to stage ``payload`` if there is one."""
+        if not self._is_async:
+            return failure
+        assert self._stager is not None
+        if payload is not None:
+            self._stager.prepare(payload)
+        return self._settle(failure, needs_writer=payload is not None)
+
+    def _settle(
+        self, failure: CheckpointSaveError | None, *, needs_writer: bool
+    ) -> CheckpointSaveError | None:
+        assert self._stager is not None
+        failure, can_stage = settle(self._stager, failure, self.pg, needs_writer=needs_writer)
+        self._manager.forget_failure()
+        if not can_stage:
+            self._go_synchronous()
+        return failure
+
+    def _go_synchronous(self) -> None:
+        """End what saves in the background, which is idle, and go on with saves that training waits for."""
+        self._close_backend()
+        self._manager_config = on_this_rank(
+            _with_sync_save(self._manager_config), group=self.pg, stager=None
+        )
+        self._manager = self._manager_config.build()
+
+    def _announce_last_save(self, curr_step: int) -> None:
+        if self.last_save_model_only:
+            what = f"Saving only the model, in {self.export_dtype},"
+        else:
+            what = "Saving the full state"
+        logger.info(f"{what} after the last step, {curr_step}.")
+
+    def _dispatch(self, checkpoint_id: str, payload: dict[str, Any]) -> None:
+        assert self._report is not None
+        if self._is_async:
+            GarbageCollection.collect("before staging a checkpoint")
+        self.save_future = self._manager.save(checkpoint_id, payload)
+        if self.save_future is None:
+            self._report.completed_now()
+        else:
+            # First, because a save that is done already reports from within the next line.
+            self._report.handed_over()
+            self.save_future.add_done_callback(self._report.completed)
+        GarbageCollection.collect("after the checkpoint was handed over")
+
+    def _load(self, step: int) -> bool:
+        start = self._choose_start(step)
+        logger.info(start.line)
+        source = start.source
+        if source is None:
+            return False
+        if source.from_hf or source.from_quantized:
+            raise ValueError("Loading from Hugging Face format is not available yet.")
+        restore(
+            source,
+            self.states,
+            lambda into: self._manager.load(source.path, into=into, strict=True),
+            storage=self._backend_storage,
+            excluded=self.exclude_from_loading,
+            group=self.pg,
+        )
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        if self.save_future is None or self._report is None:
+            return
+        asked = saving(self._report.step, self._report.path)
+        with (
+            told_as_save_error(asked, self.timeout_seconds),
+            sl.log_trace_span("checkpoint_wait_staging"),
+            self._report.training_waits(),
+        ):
+            with self._manager.lock():
+                pass  # It is free as soon as everything is copied.
+
+    def _wait_for_saving(self) -> None:
+        wait_for_saving(self, AsyncMode.ASYNC_WITH_PINNED_MEM)
+
+    def _close(self) -> None:
+        try:
+            if not self._gave_up:  # which was raised already
+                self.maybe_wait_for_saving()
+        finally:
+            self._stop_purging()
+            self._close_backend()
+
+    def _close_backend(self) -> None:
+        self._manager.close()
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.close()
+
+
+def _speaks() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
