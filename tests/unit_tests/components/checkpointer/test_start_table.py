@@ -1,35 +1,35 @@
 """Where a run starts from: every cell of the table in docs/checkpoint.md, written out.
 
-What lies in the run's folder x --checkpoint.load_step x --checkpoint.initial_load_path.
+What lies in the run's folder x --checkpoint.load_step x --checkpoint.initial_load_path, for a run of
+either back end. test_start_beside_others.py has the rows with checkpoints of the other one.
 """
 
-from dataclasses import replace
-
 import pytest
-from torchtitan.components.checkpointer.discovery import Finder, Kind
+from torchtitan.components.checkpointer.discovery import Finder
 from torchtitan.components.checkpointer.errors import CheckpointNotFoundError
-from torchtitan.components.checkpointer.formats import DCP, finder
+from torchtitan.components.checkpointer.formats import DCP, Format, FORMATS
 from torchtitan.components.checkpointer.source import find_start
 
+from tests.unit_tests.components.checkpointer import mixed_folders
 from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
 from tests.unit_tests.components.checkpointer.test_source import request_for
 
-FULL, WEIGHTS = b"full", b"weights"
-FOLDERS: dict[str, dict[str, bytes | None]] = {
+JUNK_FILES = {
+    "/run/notes.txt": b"text",
+    "/run/step-07/.metadata": b"full",
+    "/run/step-7.bak/metadata.pkl": b"full",
+    "/run/step-9": b"a file",
+    "/run/superseded/step-7/.metadata": b"full",
+    "/run/.nfs01": b"",
+}
+FOLDERS: dict[str, dict[int, str]] = {
     "absent": {},
-    "empty": {"/run": None},
-    "junk": {
-        "/run/notes.txt": b"text",
-        "/run/step-07/.metadata": FULL,
-        "/run/step-7.bak/.metadata": FULL,
-        "/run/step-9": b"a file",
-        "/run/superseded/step-7/.metadata": FULL,
-        "/run/.nfs01": b"",
-    },
-    "valid": {f"/run/step-{step}/.metadata": FULL for step in (5, 7, 9)},
-    "only unfinished": {f"/run/step-{step}/__0_0.distcp": b"data" for step in (7, 9)},
-    "only weights": {f"/run/step-{step}/.metadata": WEIGHTS for step in (7, 9)},
-    "weights of the last step": {f"/run/step-{step}/.metadata": WEIGHTS for step in (7, 20)},
+    "empty": {},
+    "junk": {},
+    "valid": dict.fromkeys((5, 7, 9), "full"),
+    "only unfinished": dict.fromkeys((7, 9), "died"),
+    "only weights": dict.fromkeys((7, 9), "weights"),
+    "weights of the last step": dict.fromkeys((7, 20), "weights"),
 }
 PATHS = {"none": None, "good": "/given/step-3", "bad": "/nowhere"}
 
@@ -108,27 +108,34 @@ TABLE: dict[tuple[str, int], tuple[str | tuple[type[Exception], str], ...]] = {
 }
 
 
-def finder_of(folder: str) -> Finder:
-    storage = MemoryStorage("/given/step-3")
-    for path, content in FOLDERS[folder].items():
+def finder_of(folder: str, chosen: Format) -> Finder:
+    storage = MemoryStorage()
+    if folder != "absent":
+        storage.add("/run")
+    for path, content in JUNK_FILES.items() if folder == "junk" else ():
         storage.add(path, content)
-    storage.add("/given/step-3/.metadata", FULL)
-
-    def kind_of(path: str) -> Kind:
-        is_full = storage.entries[f"{path}/.metadata"] == FULL
-        return Kind.FULL if is_full else Kind.MODEL_ONLY
-
-    return replace(finder(DCP, storage, {"optimizer"}), kind_of=kind_of)
+    for step, what in FOLDERS[folder].items():
+        mixed_folders.put(storage, chosen, "/run", step, what)
+    mixed_folders.put(storage, chosen, "/given", 3, "full")
+    return mixed_folders.finder_of(chosen, storage)
 
 
+def named(text: str, chosen: Format) -> str:
+    """``text`` with the names under which saves that died lie there."""
+    return text if chosen is DCP else text.replace(DIED, DIED.replace(" step-", " tmp_step-"))
+
+
+@pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.backend)
 @pytest.mark.parametrize("folder,load_step", TABLE)
 @pytest.mark.parametrize("initial", PATHS)
-def test_every_cell_has_one_outcome(folder: str, load_step: int, initial: str) -> None:
+def test_every_cell_has_one_outcome(
+    folder: str, load_step: int, initial: str, chosen: Format
+) -> None:
     outcome = TABLE[folder, load_step][list(PATHS).index(initial)]
-    where, request = finder_of(folder), request_for(load_step, PATHS[initial])
+    where, request = finder_of(folder, chosen), request_for(load_step, PATHS[initial])
     if isinstance(outcome, str):
         start = find_start(request, where.look_into("/run"), where)
-        assert start.line == outcome
+        assert start.line == named(outcome, chosen)
         assert "\n" not in start.line
         loaded = "nothing" if start.source is None else start.source.path
         assert outcome.startswith(
@@ -144,7 +151,8 @@ def test_the_table_has_every_cell() -> None:
     assert set(TABLE) == {(folder, step) for folder in FOLDERS for step in (-2, -1, 0, 7, 8)}
 
 
-def test_weights_of_the_last_step_end_the_run_and_those_before_it_do_not() -> None:
-    exports = {name: finder_of(name).look_into("/run").export_step() for name in FOLDERS}
+@pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.backend)
+def test_weights_of_the_last_step_end_the_run_and_those_before_it_do_not(chosen: Format) -> None:
+    exports = {name: finder_of(name, chosen).look_into("/run").export_step() for name in FOLDERS}
     assert {name for name, step in exports.items() if step >= 20} == {"weights of the last step"}
     assert exports["only weights"] == 9
