@@ -6,7 +6,12 @@ A ``python`` or ``bash`` block is executed as it stands. Two things are done to 
 - ``./run_train.sh`` gets ``--training.steps`` right behind it, unless the block says the number
   itself or asks for help, so that a run of minutes takes seconds. Everything else is real.
 
-A block that cannot be executed is preceded by ``<!-- docs-test: skip, REASON -->``.
+A comment right before a block says when something else is done:
+
+- ``<!-- docs-test: file NAME -->``: the reader saves this Python file; a test of its own runs it;
+- ``<!-- docs-test: dry run -->``: for machines that are not here. ``./run_train.sh`` only prints the
+  line that would start the ranks, and that line is read as torchrun and the trainer read it;
+- ``<!-- docs-test: skip, REASON -->``: cannot be executed.
 
     README.md, docs/*.md -> blocks_of -> problem_with | command_of -> Workspace.run
 """
@@ -20,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.unit_tests.scripts.launch_line import launch_in
 from tests.unit_tests.structure.sources import ROOT, tracked_files
 
 TRAINING_STEPS = 4
@@ -27,6 +33,8 @@ EXECUTED = ("python", "bash")
 # Labels of what is shown, not run. A shell block cannot hide behind another name for bash.
 SHOWN = ("text", "json", "toml", "yaml", "ini", "diff")
 _SKIP = re.compile(r"<!-- docs-test: skip, (?P<reason>.+) -->")
+_FILE = re.compile(r"<!-- docs-test: file (?P<name>\w+\.py) -->")
+_DRY_RUN = "<!-- docs-test: dry run -->"
 _TRAIN = re.compile(r"(?<!\S)\./run_train\.sh(?!\S)")
 
 
@@ -39,6 +47,9 @@ class Block:
     language: str
     text: str
     skip_reason: str | None
+    file_name: str | None = None
+    """Where the reader saves it; None for a block that runs as it stands."""
+    is_dry: bool = False
 
     @property
     def place(self) -> str:
@@ -57,13 +68,15 @@ def blocks_of(path: str, markdown: str) -> Iterator[Block]:
                 previous = stripped
         elif stripped == "```":
             indent = len(fence) - len(fence.lstrip())
-            skip = _SKIP.fullmatch(previous)
+            skip, file = _SKIP.fullmatch(previous), _FILE.fullmatch(previous)
             yield Block(
                 path=path,
                 line=start,
                 language=fence.strip().removeprefix("```"),
                 text="".join(f"{text[indent:]}\n" for text in body),
                 skip_reason=skip["reason"] if skip else None,
+                file_name=file["name"] if file else None,
+                is_dry=previous == _DRY_RUN,
             )
             fence, previous = None, ""
         else:
@@ -76,6 +89,12 @@ def problem_with(block: Block) -> str | None:
     """Why ``block`` cannot stay as it is; None when it is executed, shown or rightly skipped."""
     if block.language not in (*EXECUTED, *SHOWN):
         return f"{block.place}: language {block.language!r}; use one of {(*EXECUTED, *SHOWN)}"
+    if block.is_dry and "./run_train.sh" not in block.text:
+        return (
+            f"{block.place}: a dry run of nothing; only ./run_train.sh can print what it would do"
+        )
+    if block.file_name is not None and block.language != "python":
+        return f"{block.place}: {block.file_name} is Python, the block is {block.language}"
     if block.skip_reason is not None and len(block.skip_reason.split()) < 3:
         return f"{block.place}: skipped without a reason that a reader could judge"
     return None
@@ -108,10 +127,11 @@ class Workspace:
 
     def run(self, block: Block, timeout_seconds: float) -> None:
         """Execute ``block``; AssertionError with its output when it fails."""
+        dry_run = {"TORCHTITAN_DRY_RUN": "1"} if block.is_dry else {}
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         # A block says `python`; that is the interpreter the reader's set-up made.
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-        environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(self.folder)}
+        environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(self.folder)} | dry_run
         finished = subprocess.run(
             command_of(block),
             cwd=self.folder,
@@ -125,6 +145,8 @@ class Workspace:
         )
         tail = "\n".join(finished.stdout.splitlines()[-40:])
         assert finished.returncode == 0, f"{block.place} exits {finished.returncode}:\n{tail}"
+        if block.is_dry:
+            launch_in(finished.stdout)
 
 
 def tree_of(readme: str) -> dict[str, str]:

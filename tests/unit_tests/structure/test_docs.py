@@ -1,5 +1,6 @@
 """Every code block of the documentation runs, and the README names every file."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.unit_tests.structure.sources import ROOT, tracked_files
 PAGES = [path for path in tracked_files("*.md") if path.count("/") == 0 or path[:5] == "docs/"]
 BLOCKS = [block for path in PAGES for block in blocks_of(path, (ROOT / path).read_text())]
 EXECUTED = [
-    block for block in BLOCKS if block.language in docs.EXECUTED and block.skip_reason is None
+    block
+    for block in BLOCKS
+    if block.language in docs.EXECUTED and block.skip_reason is None and block.file_name is None
 ]
 # Each skipped block is a promise that nothing checks. Raise this only with a reason.
 MAX_SKIPPED = 5
@@ -34,6 +37,11 @@ def test_the_block_runs(block: Block, workspace: Workspace) -> None:
 
 def test_every_block_is_executed_shown_or_skipped_for_a_reason() -> None:
     assert not [problem for block in BLOCKS if (problem := docs.problem_with(block))]
+
+
+def test_files_to_save_are_on_the_page_whose_test_runs_them() -> None:
+    # tests/ranks/test_extend.py trains with each of them.
+    assert {block.path for block in BLOCKS if block.file_name} <= {"docs/extend.md"}
 
 
 def test_few_blocks_are_skipped() -> None:
@@ -90,15 +98,25 @@ echo one
 ```sh
 echo hidden
 ```
+<!-- docs-test: file my_model.py -->
+```python
+x = 1
+```
+<!-- docs-test: dry run -->
+```bash
+NNODES=2 ./run_train.sh
+```
 """
 
 
 def test_blocks_keep_their_line_language_text_and_reason() -> None:
-    first, second, third = blocks_of("a.md", PAGE)
+    first, second, third, file, dry = blocks_of("a.md", PAGE)
     assert (first.line, first.language, first.text) == (3, "bash", "echo one\n")
     assert first.skip_reason is None
     assert (second.text, second.skip_reason) == ("if True:\n    x = 1\n", "needs two machines")
     assert third.skip_reason is None
+    assert (file.file_name, file.is_dry) == ("my_model.py", False)
+    assert (dry.file_name, dry.is_dry) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +125,8 @@ def test_blocks_keep_their_line_language_text_and_reason() -> None:
         ("```sh\necho\n```\n", "language 'sh'"),
         ("```\necho\n```\n", "language ''"),
         ("```bash\necho\n", "language 'unclosed'"),
+        ("<!-- docs-test: dry run -->\n```bash\necho\n```\n", "a dry run of nothing"),
+        ("<!-- docs-test: file a.py -->\n```bash\necho\n```\n", "a.py is Python"),
         ("<!-- docs-test: skip, slow -->\n```bash\necho\n```\n", "without a reason"),
     ],
 )
@@ -142,6 +162,24 @@ def test_a_run_without_a_number_of_steps_is_shortened(script: str, expected: str
 def test_a_block_that_fails_is_found(workspace: Workspace, language: str, text: str) -> None:
     block = Block(path="a.md", line=7, language=language, text=text, skip_reason=None)
     with pytest.raises(AssertionError, match=r"(?s)a.md:7 exits 1:.*planted|UNSET"):
+        workspace.run(block, TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("NNODES=2 TORCHRUN_ARGS='--rdzv_endpoint=a:1' ./run_train.sh", None),
+        ("TORCHRUN_ARGS='--no_such_option=1' ./run_train.sh", SystemExit),
+        ("./run_train.sh --no.such-flag", SystemExit),
+        ("true || ./run_train.sh", AssertionError),
+    ],
+)
+def test_a_dry_run_is_held_to_what_torchrun_and_the_trainer_read(
+    workspace: Workspace, text: str, error: type[BaseException] | None
+) -> None:
+    page = f"<!-- docs-test: dry run -->\n```bash\n{text}\n```\n"
+    (block,) = blocks_of("a.md", page)
+    with pytest.raises(error) if error else contextlib.nullcontext():
         workspace.run(block, TIMEOUT_SECONDS)
 
 
