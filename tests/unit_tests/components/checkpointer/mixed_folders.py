@@ -33,9 +33,11 @@ def finder_of(chosen: Format, storage: MemoryStorage) -> Finder:
     def readable(each: Finder) -> Finder:
         if each.backend != DCP.backend:
             return each
-        return replace(
-            each, kind_of=lambda path: kinds[storage.entries[f"{path}/.metadata"] or b""]
-        )
+
+        def kind_of(path: str) -> Kind:
+            return kinds.get(storage.entries.get(f"{path}/.metadata") or b"", Kind.MODEL_ONLY)
+
+        return replace(each, kind_of=kind_of)
 
     found = finder(chosen, storage, {"optimizer"})
     return replace(readable(found), others=tuple(readable(each) for each in found.others))

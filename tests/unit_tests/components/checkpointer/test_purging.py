@@ -1,5 +1,6 @@
 """What is deleted around a save, and what never is."""
 
+import itertools
 import queue
 from unittest.mock import MagicMock, patch
 
@@ -172,3 +173,69 @@ def test_what_is_being_deleted_is_neither_counted_nor_taken_for_a_save_that_died
             del storage.entries[path]
         manager._purge_stale_checkpoints(is_save_in_flight=False)
     assert queued(manager) == [] and storage.calls == []
+
+
+def of_another(storage: MemoryStorage, *steps: int) -> None:
+    """Complete checkpoints of another back end, which this manager's own marker is not in."""
+    for step, marker in zip(steps, itertools.cycle([".metadata", "metadata.pkl"]), strict=False):
+        storage.add(f"/run/step-{step}/{marker}", b"1")
+
+
+def test_complete_ones_of_another_back_end_expire_in_their_turn_and_are_never_leftovers() -> None:
+    storage = folder_of("step-20")
+    of_another(storage, 10, 30, 40)
+    storage.add("/run/step-50")
+    manager = bare(storage, keep=3)
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert queued(manager) == ["/run/step-10", "/run/step-20"]
+    assert storage.calls == [("remove", "/run/step-50")]
+
+
+def test_a_seed_of_another_back_end_takes_no_slot_and_never_expires() -> None:
+    storage = folder_of("step-10", "step-20")
+    of_another(storage, 0)
+    manager = bare(storage, keep=2)
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert queued(manager) == ["/run/step-10"]
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_save_of_the_same_step_moves_that_of_another_back_end_aside(keep: int) -> None:
+    storage = MemoryStorage("/run")
+    of_another(storage, 10)
+    manager = ready(storage, loaded=None, keep=keep)
+    (warning,) = make_ready(manager, 10)
+    assert storage.isfile("/run/superseded/step-10/.metadata") and not storage.isdir("/run/step-10")
+    assert "/run/superseded/step-10" in warning
+
+
+def test_newer_ones_of_another_back_end_leave_with_the_history_that_is_left() -> None:
+    storage = folder_of("step-10", "step-20")
+    of_another(storage, 5, 15, 30)
+    manager = ready(storage, loaded=10, keep=0)
+    assert len(make_ready(manager, 12)) == 3
+    assert sorted(storage.listdir("/run")) == ["step-10", "step-5", "superseded"]
+    assert sorted(storage.listdir("/run/superseded")) == ["step-15", "step-20", "step-30"]
+
+
+def test_staging_names_of_another_back_end_are_not_this_one_s_to_touch() -> None:
+    storage = folder_of("step-10")
+    storage.add("/run/tmp_step-20/metadata.pkl", b"1")
+    manager = bare(storage, keep=2)
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    make_ready(ready(storage, loaded=10), 20)
+    assert sorted(storage.listdir("/run")) == ["step-10", "tmp_step-20"]
+    assert storage.calls == []
+
+
+def test_the_newest_step_to_load_is_one_that_this_back_end_can_read() -> None:
+    storage = folder_of("step-10")
+    of_another(storage, 20)
+    manager = bare(storage)
+    assert manager._find_load_step() == 10
+    assert manager._find_load_step("/elsewhere") == -1
+    storage.add("/elsewhere/step-30/done", b"1")
+    assert manager._find_load_step("/elsewhere") == 30
