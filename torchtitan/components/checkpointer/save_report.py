@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.storage import MovingStorage
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 
-_SCALAR = "train.checkpoint_write.native_dcp.execute.{mode}_total.latency_ms"
+_SCALAR = "train.checkpoint_write.{backend}.execute.{mode}_total.latency_ms"
 
 
 class SaveReport:
@@ -34,11 +34,13 @@ class SaveReport:
         background: bool,
         is_speaker: bool,
         due_at: float | None = None,
+        backend: str = "native_dcp",
     ) -> None:
-        """``due_at`` is that moment on ``time.monotonic``; None is now."""
+        """``due_at`` is that moment on ``time.monotonic``; None is now. ``backend`` is for the trace."""
         self.step = step
         self.path = path
         self._storage = storage
+        self._backend = backend
         self._background = background
         self._is_speaker = is_speaker
         self._dispatched_at = time.monotonic()
@@ -91,7 +93,7 @@ class SaveReport:
     def _succeeded(self, mode: str) -> None:
         now = time.monotonic()
         seconds, durable_seconds = now - self._dispatched_at, now - self._due_at
-        sl.log_trace_scalar({_SCALAR.format(mode=mode): seconds * 1000.0})
+        sl.log_trace_scalar({_SCALAR.format(backend=self._backend, mode=mode): seconds * 1000.0})
         if not self._is_speaker:
             return
         size_bytes = self._size_bytes()

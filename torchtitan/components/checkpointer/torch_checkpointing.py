@@ -232,6 +232,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
                 background=not last_step and self._is_async,
                 is_speaker=_speaks(),
                 due_at=due_at,
+                backend=TORCH_CHECKPOINTING.backend,
             )
             # Nothing expires with the last save: no later one needs the space.
             self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)

@@ -5,28 +5,25 @@
       PlainMetadata           metadata.pkl holds plain values; the library would run what it was made to hold
       WholeReader             without metadata.pkl the library reads this rank's own file, whatever the layout
       Resharder               see resharder.py
-      Saver                   the library sends the metadata once, and raises an old failure at every later save
-      SharedMemory, Process   the library's staging takes a descriptor per tensor, its writer process runs the
-                              main module again, gives up after 30 s of start-up and ends with the first error
+      Saver, SharedMemory, Process   see background.py
 
 ``tests/unit_tests/components/checkpointer/tc/test_library_facts.py`` pins what this relies on.
 """
 
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch_checkpointing.checkpoint_base import CheckpointBase, CheckpointInfo, CheckpointWriteInfo
+from torch_checkpointing.checkpoint_base import CheckpointInfo
 from torch_checkpointing.checkpoint_loader import CheckpointLoader
 from torch_checkpointing.checkpoint_manager import CheckpointManager
-from torch_checkpointing.checkpoint_process import CheckpointProcess
 from torch_checkpointing.checkpoint_reader import CheckpointReader
-from torch_checkpointing.checkpoint_saver import AsyncCheckpointSaver, SyncCheckpointSaver
+from torch_checkpointing.checkpoint_saver import SyncCheckpointSaver
 from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs
 from torch_checkpointing.config import AsyncCheckpointSaverConfig
 from torch_checkpointing.distributed_metadata import (
@@ -35,17 +32,15 @@ from torch_checkpointing.distributed_metadata import (
     GlobalObjectMetadata,
     ShardingMetadata,
 )
-from torch_checkpointing.logging_utils import checkpoint_logging_context
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.metadata_serialization import TorchDistributedMetadataFormat
 from torch_checkpointing.schema import _CheckpointSchema
-from torch_checkpointing.staging import CheckpointStager
 from torch_checkpointing.storage.base_storage import Storage
 from torch_checkpointing.types import NestedPath, RankInfo
-from torch_checkpointing.utils import ensure_future, fut_then
 
 from torchtitan.components.checkpointer.agreement import gather
-from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager, Staged
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
+from torchtitan.components.checkpointer.tc.background import Process, Saver, SharedMemory
 from torchtitan.components.checkpointer.tc.commit import GroupCommit
 from torchtitan.components.checkpointer.tc.index import MARKER
 from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
@@ -53,7 +48,6 @@ from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_proces
 from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain
 from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
 from torchtitan.components.checkpointer.tc.writer import Writer
-from torchtitan.components.checkpointer.tc.writer_main import Job
 
 
 @dataclass(kw_only=True, slots=True)
@@ -206,90 +200,3 @@ class WholeReader(CheckpointReader):
 
     _METADATA_FORMATS = (PlainMetadata,)
     _REQUIRE_METADATA = True
-
-
-class Saver(AsyncCheckpointSaver):
-    """Hands the metadata over with every save."""
-
-    def __init__(
-        self,
-        stager: CheckpointStager,
-        process: CheckpointProcess,
-        metadata: Metadata,
-        limit_seconds: float,
-    ) -> None:
-        super().__init__(stager, process, metadata, limit_seconds)
-        self._metadata = metadata
-
-    def _prepare_checkpoint_write_info(
-        self, checkpoint: CheckpointBase, validate: bool = False
-    ) -> CheckpointWriteInfo:
-        # As if it were to be validated: computed for each save, not for the first alone.
-        return super()._prepare_checkpoint_write_info(checkpoint, validate=True)
-
-    def _get_serialized_metadata_if_needed(self) -> bytes | None:
-        return self._metadata.get_serialized_metadata()
-
-    def forget_failure(self) -> None:
-        """Let the next save begin without the end of the previous one."""
-        self._write_future = None
-
-
-class SharedMemory(CheckpointStager):
-    """Our stager as the library sees it: every item of the result is the whole of what is staged."""
-
-    def __init__(self, stager: SharedMemoryStager) -> None:
-        self._stager = stager
-
-    def stage(  # pyrefly: ignore[bad-override]  (what the library does with it is look up its keys)
-        self, state_dict: Mapping[str, Any], keys_not_requiring_copy: Sequence[str] = ()
-    ) -> "Future[dict[str, Staged]]":
-        """Begin to copy what was prepared; everything is copied, whatever the library asks for."""
-        keys = list(state_dict)
-        return fut_then(self._stager.stage(state_dict), lambda staged: dict.fromkeys(keys, staged))
-
-    def get_staged_state_dict(self) -> object | None:
-        """Nothing that could be looked at here."""
-        return None
-
-    def close(self) -> None:
-        """The stager belongs to the manager, which closes it."""
-
-
-class Process(CheckpointProcess):
-    """Our writer process as the library sees it."""
-
-    def __init__(
-        self,
-        args: CheckpointWriterArgs,
-        init: tuple[Callable[..., None], tuple[Any, ...]] | None,
-    ) -> None:
-        # Not the library's own construction, which starts a process.
-        self._args = args
-        self._init = init
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writing")
-
-    def write(
-        self, checkpoint_info: "CheckpointWriteInfo | Future[CheckpointWriteInfo]", path: str
-    ) -> "Future[None]":
-        """Write what is staged, in the background."""
-        context = checkpoint_logging_context.export_context()
-        return self._executor.submit(self._deliver, ensure_future(checkpoint_info), path, context)
-
-    def _deliver(
-        self, checkpoint_info: "Future[CheckpointWriteInfo]", path: str, context: dict[str, Any]
-    ) -> None:
-        info = checkpoint_info.result()
-        staged = next(iter(info.state_dict.values()))
-        job = Job(
-            args=self._args,
-            layouts=info.layout_info_mappings,
-            metadata=info.serialized_distributed_metadata,
-            log_context=context,
-            init=self._init,
-        )
-        staged.deliver(job, path)
-
-    def close(self) -> None:
-        """End the thread as soon as it is free; its process belongs to the stager."""
-        self._executor.shutdown(wait=False)

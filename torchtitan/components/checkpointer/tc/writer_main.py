@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch_checkpointing.checkpoint_base import CheckpointItem, CheckpointWriteInfo
 from torch_checkpointing.checkpoint_layout import LayoutInfo
 from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs
+from torch_checkpointing.logging_utils import EventLogger, EventType
 
 from torchtitan.components.checkpointer.pinned import serving
 from torchtitan.components.checkpointer.pinned.arena import Arena
@@ -22,8 +23,10 @@ from torchtitan.components.checkpointer.pinned.meeting import connect
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import restore
 from torchtitan.components.checkpointer.tc.commit import StoreCommit
-from torchtitan.components.checkpointer.tc.events import adopt
+from torchtitan.components.checkpointer.tc.events import adopt, BACKEND_LOGGER_NAME
 from torchtitan.components.checkpointer.tc.writer import Writer
+
+_logger = logging.getLogger(BACKEND_LOGGER_NAME)
 
 PROGRAM = __name__
 """How the process that runs this is told to."""
@@ -73,7 +76,10 @@ def save(request: Request, arena: Arena, store: dist.Store, trainer_pid: int) ->
         }
         writer = Writer(job.args, lambda: commit, lambda: serving.require_trainer(trainer_pid))
         info = CheckpointWriteInfo(items, serialized_distributed_metadata=job.metadata)
+        tell = EventLogger()
+        _logger.info("Writing", extra=tell(EventType.CHECKPOINT_WRITE_START))
         writer.write(request.path, info)
+        _logger.info("Written", extra=tell(EventType.CHECKPOINT_WRITE_END, end_to_end=True))
     except BaseException as error:
         commit.fail(error)  # what came before the writer
         raise
