@@ -24,6 +24,7 @@ class ForwardingHandler(logging.Handler):
     def install(self) -> None:
         """Listen on the root logger; does nothing where this is done already."""
         root = logging.getLogger()
+        # addHandler looks as well, but under the one lock of all logging, and this comes with each record.
         if self not in root.handlers:
             root.addHandler(self)
 

@@ -78,7 +78,7 @@ class TraceJsonlFormatter(logging.Formatter):
 
 
 def _structured_fields(record: logging.LogRecord) -> dict[str, Any]:
-    kind = getattr(record, ExtraFields.LOG_TYPE_NAME.value, LogType.TEXT.value)
+    kind = str(getattr(record, ExtraFields.LOG_TYPE_NAME.value, LogType.TEXT.value))
     fields = event_extra(kind, log_type=LogType.TEXT, event_name=span_and_phase(kind)[0])
     for name in fields:
         if (given := getattr(record, name, None)) is not None:
