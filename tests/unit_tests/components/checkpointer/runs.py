@@ -1,6 +1,6 @@
 """A run small enough for a test, made of the real parts: FSDP2, optimizers, schedules, manager."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import CheckpointManager, TRAIN_STATE
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager, TRAIN_STATE
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.optimizer import (
     default_adamw,
@@ -60,7 +60,8 @@ class Run:
     lr_schedulers: LRSchedulersContainer
     dataloader: Counter
     progress: Counter
-    manager: CheckpointManager
+    manager: Any
+    """Of the class that was asked for."""
 
     @property
     def step(self) -> int:
@@ -99,7 +100,7 @@ def _whole(value: Any) -> Any:
 
 
 def build_run(folder: str | Path, *, width: int = 7, seed: int = 1, **settings: Any) -> Run:
-    """A run at step 0 on all ranks; ``settings`` are those of the manager."""
+    """A run at step 0 on all ranks; ``settings`` are those of ``build_manager``."""
     torch.manual_seed(seed)
     model = Tiny(width)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -121,11 +122,19 @@ def build_manager(
     lr_schedulers: LRSchedulersContainer,
     dataloader: Any,
     progress: Any,
+    *,
+    manager: type[BaseCheckpointManager] = CheckpointManager,
+    keywords: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> CheckpointManager:
-    """What saves these parts into ``folder``, after each step unless ``settings`` say otherwise."""
+) -> Any:
+    """What saves these parts into ``folder``, after each step unless ``settings`` say otherwise.
+
+    Args:
+        manager: the class to build.
+        keywords: further ones of its constructor.
+    """
     settings = {"enable": True, "interval": 1, **settings}
-    return CheckpointManager.Config(**settings).build(
+    return manager.Config(**settings).build(
         dataloader=dataloader,
         model_parts=[model],
         optimizers=optimizers,
@@ -133,6 +142,7 @@ def build_manager(
         states={TRAIN_STATE: progress},
         sd_adapter=None,
         base_folder=str(folder),
+        **(keywords or {}),
     )
 
 
