@@ -202,8 +202,7 @@ class BaseCheckpointManager(Configurable, ABC):
 
     def newest_checkpoint(self) -> str | None:
         """Path of the checkpoint a restart goes on from, the newest full one, or None."""
-        newest = self._own_folder().newest_full()[0] if self.enable else None
-        return None if newest is None else self._create_checkpoint_id(newest)
+        return self._own_folder().resume_path() if self.enable else None
 
     def exported_checkpoint(self) -> str | None:
         """Path of the newest complete checkpoint if it holds only weights, else None."""
@@ -288,8 +287,7 @@ class BaseCheckpointManager(Configurable, ABC):
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest complete step of this back end in ``folder`` (default: the own one), or -1."""
-        inside = self._finder().look_into(folder or self.folder)
-        return max(inside.step_paths.keys() - inside.others.keys(), default=-1)
+        return max(self._finder().look_into(folder or self.folder).own_steps(), default=-1)
 
     def _choose_start(self, step: int) -> Start:
         """What to load, and the line to log about it; the same on all ranks."""

@@ -91,6 +91,18 @@ class OwnFolder:
     foreign: tuple[str, ...] = ()
     """Names that are not ours; they never count, and nothing touches them."""
 
+    def own_steps(self) -> set[int]:
+        """The complete steps of this back end."""
+        return self.step_paths.keys() - self.others.keys()
+
+    def resume_path(self) -> str | None:
+        """The newest full checkpoint, as a restart goes on from it; None when there is none.
+
+        None as well when it is of another back end, because a restart stops at it.
+        """
+        newest, _ = self.newest_full()
+        return None if newest is None or newest in self.others else self.step_paths[newest]
+
     def export_step(self) -> int:
         """The newest step if it holds only weights, as the last save of a run may; else -1.
 

@@ -178,7 +178,7 @@ def _backend_flag(own: OwnFolder, step: int) -> str:
 
 
 def _of_another(own: OwnFolder, step: int, asked: str) -> CheckpointMismatchError:
-    mine = sorted(own.step_paths.keys() - own.others.keys() - {0, step}, reverse=True)
+    mine = sorted(own.own_steps() - {0, step}, reverse=True)
     full = (each for each in mine if own.kind_of(own.step_paths[each]) is Kind.FULL)
     path, backend = own.step_paths[step], own.others[step]
     kind = None if step == 0 else own.kind_of(path)
@@ -259,7 +259,7 @@ def _initial_problem(source: Source, own: OwnFolder, finder: Finder) -> str | No
     for folder in (path, f"{path}/checkpoint"):
         inside = finder.look_into(folder)
         if inside.step_paths:
-            readable = inside.step_paths.keys() - inside.others.keys() or inside.step_paths.keys()
+            readable = inside.own_steps() or set(inside.step_paths)
             newest = max(readable)
             other = inside.others.get(newest)
             return (

@@ -182,3 +182,17 @@ def test_attributes_are_read_when_they_are_used() -> None:
     assert manager._should_save(5)
     manager.load_only = True
     assert not manager._should_save(5) and not manager._should_save(5, last_step=True)
+
+
+def test_what_a_restart_goes_on_from_is_of_this_back_end_and_weights_may_be_of_any() -> None:
+    storage = folder_of("step-10")
+    states = {"model": object(), "optimizer": object()}
+    manager = BareManager(_storage=storage, folder="/run", states=states, timeout_seconds=1)
+    for name in ("metadata.pkl", "model_0.pt"):
+        storage.add(f"/run/step-20/{name}", b"1")
+    assert manager.newest_checkpoint() == "/run/step-10"
+    assert manager.exported_checkpoint() == "/run/step-20"
+    assert manager.is_finished(20) and not manager.is_finished(21)
+    storage.add("/run/step-20/optimizer_0.pt", b"1")
+    assert manager.newest_checkpoint() is None and manager.exported_checkpoint() is None
+    assert not manager.is_finished(20)
