@@ -74,6 +74,25 @@ def test_the_writes_of_a_writer_process_have_a_place_of_their_own(tmp_path: Path
     assert places[1].startswith("rank 0, training.writer.global_rank_0.")
 
 
+def test_a_span_that_another_task_ends_is_drawn_there_if_it_is_of_the_same_step(
+    tmp_path: Path,
+) -> None:
+    log = Rank(tmp_path)
+    for step in (1, 2):
+        log.begin_step(step)
+        log.write("event", "staging_start", event_name="staging")
+        log.now += 1
+    log.write("event", "staging_end", step=1, task_name="stager")
+    log.write("event", "staging_end", step=3, task_name="stager")
+    trace = generate_gantt_trace(tmp_path, tmp_path / "trace.json")
+    drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(event["args"]["step"], event["tid"], event["dur"]) for event in drawn] == [
+        (1, 1, 2_000_000),
+        (2, 0, 1_000_000),
+    ]
+    assert [event["args"].get("unfinished") for event in drawn] == [None, True]
+
+
 def test_an_event_without_a_span_is_drawn_with_its_value(tmp_path: Path) -> None:
     writer_of(tmp_path)
     trace = generate_gantt_trace(tmp_path, tmp_path / "trace.json")

@@ -3,8 +3,9 @@
     <log_dir>/*.jsonl -> spans, instants -> {"traceEvents": [...]} -> chrome://tracing, ui.perfetto.dev
 
 A span ends with the latest start of its name in the same file and task that has not ended yet. One
-that never ended is drawn up to the last record of its file, and marked. An event of a library that is no
-part of a span is drawn as an instant, with its value.
+that never ended is drawn up to the last record of its file, and marked. Two things are for libraries, which log
+events in their own way: a span that another task ends is drawn where it ends, and an event that is no
+part of a span is an instant, with its value.
 """
 
 import json
@@ -66,8 +67,10 @@ def _events_of(path: Path, number: int) -> Iterator[dict[str, Any]]:
                 yield {**event, "ph": "i", "s": "t"}
             elif phase == "start":
                 waiting.append((span, event))
-            elif phase == "end" and (begun := _take_latest(waiting, span)) is not None:
-                yield {**begun, "ph": "X", "dur": max(now - begun["ts"], 0)}
+            elif phase == "end":
+                begun = _take_latest(waiting, span) or _take_from_others(open_spans, span, event)
+                if begun is not None:
+                    yield {**begun, "ph": "X", "dur": max(now - begun["ts"], 0)}
     for waiting in open_spans.values():
         for _, begun in waiting:
             begun["args"]["unfinished"] = True
@@ -78,6 +81,18 @@ def _take_latest(waiting: list[tuple[str, dict[str, Any]]], span: str) -> dict[s
     for index in reversed(range(len(waiting))):
         if waiting[index][0] == span:
             return waiting.pop(index)[1]
+    return None
+
+
+def _take_from_others(
+    open_spans: dict[str, list[tuple[str, dict[str, Any]]]], span: str, end: dict[str, Any]
+) -> dict[str, Any] | None:
+    """What one task began and another one ends, moved to the latter: in the former it may lie across others."""
+    for waiting in open_spans.values():
+        for index, (name, begun) in enumerate(waiting):
+            if name == span and begun["args"]["step"] == end["args"]["step"]:
+                del waiting[index]
+                return {**begun, "tid": end["tid"]}
     return None
 
 
