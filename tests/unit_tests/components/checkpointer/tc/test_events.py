@@ -13,6 +13,7 @@ import pytest
 from torch_checkpointing import checkpoint_reader, default_resharder
 from torch_checkpointing.logging_utils import checkpoint_logging_context, EventLogger, EventType
 from torchtitan.components.checkpointer.tc import events
+from torchtitan.components.checkpointer.torch_checkpointing import TorchCheckpointingManager
 from torchtitan.observability import structured_logger as sl
 from torchtitan.observability.run_log import read_run
 from torchtitan.observability.run_log.rank_log import _PARTS
@@ -21,6 +22,7 @@ from torchtitan.observability.structured_logger.records import span_and_phase
 from torchtitan.tools import console_filter
 from torchtitan.tools.logging import init_logger, logger
 
+from tests.unit_tests.components.checkpointer.runs import build_run
 from tests.unit_tests.components.checkpointer.tc import bare_writer
 from tests.unit_tests.observability.reading import records_below
 from tests.unit_tests.structure.sources import ROOT
@@ -102,6 +104,34 @@ def test_a_process_that_writes_has_a_log_and_a_console_of_its_own(tmp_path: Path
     }
     assert ("checkpoint_persistent_save_model", 7) in spans
     assert not any(event["args"].get("unfinished") for event in trace["traceEvents"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_shows_one_line_a_save_and_records_the_parts_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init_logger()
+    sl.init_structured_logger("training", str(tmp_path), rank=0)
+    run = build_run(tmp_path, manager=TorchCheckpointingManager, interval=2)
+    capsys.readouterr()
+    for step in range(1, 6):
+        sl.set_step(step)
+        run.train(step)
+    run.manager.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("Saved checkpoint of step" in line for line in lines)
+
+    trace = generate_gantt_trace(tmp_path, tmp_path / "trace.json")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    found = {(event["cat"], event["name"], event["args"]["step"]) for event in spans}
+    for step in (2, 4):
+        assert ("training", "checkpoint_staging", step) in found
+        assert ("training.writer", "checkpoint_write", step) in found
+        assert ("training.writer", "checkpoint_persistent_save_optim", step) in found
+    assert not any(event["args"].get("unfinished") for event in spans)
+    records = records_below(tmp_path)
+    written = [r["value"] for r in records if r["log_type_name"] == "checkpoint_write_end"]
+    assert len(written) == 2 and min(written) >= 0 and len(read_run(tmp_path).starts) == 1
 
 
 def test_a_trainer_that_records_nothing_has_a_writer_that_records_nothing(tmp_path: Path) -> None:
