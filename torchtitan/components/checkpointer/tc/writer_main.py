@@ -7,7 +7,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from torch_checkpointing.checkpoint_base import CheckpointItem, CheckpointWriteI
 from torch_checkpointing.checkpoint_layout import LayoutInfo
 from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs
 from torch_checkpointing.logging_utils import EventLogger, EventType
+from torch_checkpointing.types import RankInfo
 
 from torchtitan.components.checkpointer.pinned import serving
 from torchtitan.components.checkpointer.pinned.arena import Arena
-from torchtitan.components.checkpointer.pinned.meeting import connect
+from torchtitan.components.checkpointer.pinned.meeting import connect, Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import restore
 from torchtitan.components.checkpointer.tc.commit import StoreCommit
@@ -60,13 +61,31 @@ def build_shard(local: torch.Tensor, spec: Any) -> torch.Tensor:
 _initialised = False
 
 
-def save(request: Request, arena: Arena, store: dist.Store, trainer_pid: int) -> None:
+class Joined(NamedTuple):
+    """The writer processes of all ranks have met."""
+
+    store: dist.Store
+    rank: RankInfo
+
+
+def join(meeting: Meeting) -> Joined:
+    """Meet the writer processes of the other ranks."""
+    rank = RankInfo(
+        global_rank=meeting.rank,
+        global_world_size=meeting.world_size,
+        role_rank=meeting.rank,
+        role_world_size=meeting.world_size,
+    )
+    return Joined(connect(meeting), rank)
+
+
+def save(request: Request, arena: Arena, joined: Joined, trainer_pid: int) -> None:
     """Carry out ``request``, together with the writer processes of the other ranks."""
-    job: Job = pickle.loads(request.job)
-    commit = StoreCommit(job.args.rank_info, store, request.attempt)
+    commit = StoreCommit(joined.rank, joined.store, request.attempt)
     try:
         if request.failure is not None:
             raise request.failure
+        job: Job = pickle.loads(request.job)
         _initialise(job)
         arena.attach(request.mapped_bytes)
         payload = arena.read(request.payload_offset, request.payload_bytes)
@@ -103,4 +122,4 @@ def main() -> None:
     """Entry point of the process."""
     # Meshes come without their process groups here, which is what torch warns of for each of them.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-    serving.run(join=connect, save=save, is_agreed=is_agreed)
+    serving.run(join=join, save=save, is_agreed=is_agreed)
