@@ -157,8 +157,8 @@ class CountingSaver(AsyncCheckpointSaver):
 
 @relied_on_by("tc/background.py: Saver, SharedMemory, Process")
 def test_an_asynchronous_saver_asks_for_the_metadata_of_each_save() -> None:
-    recorded = Recorded()
-    saver = CountingSaver(recorded, recorded, recorded, 3.0)  # pyrefly: ignore[bad-argument-type]
+    recorded: Any = Recorded()
+    saver = CountingSaver(recorded, recorded, recorded, 3.0)
     saver.asked = []
     for number in range(2):
         recorded.staging, recorded.writing = Future(), Future()
@@ -187,10 +187,8 @@ def test_an_asynchronous_saver_asks_for_the_metadata_of_each_save() -> None:
 
 @relied_on_by("tc/background.py: Saver")
 def test_without_ours_a_saver_would_look_at_the_metadata_once() -> None:
-    recorded = Recorded()
-    saver = AsyncCheckpointSaver(
-        recorded, recorded, recorded, 3.0
-    )  # pyrefly: ignore[bad-argument-type]
+    recorded: Any = Recorded()
+    saver = AsyncCheckpointSaver(recorded, recorded, recorded, 3.0)
     given = Payload(model=1)
     saver._prepare_checkpoint_write_info(given)
     saver._metadata_sent = True
@@ -203,8 +201,8 @@ def test_without_ours_a_saver_would_look_at_the_metadata_once() -> None:
 
 @relied_on_by("tc/background.py: Saver.forget_failure")
 def test_a_saver_raises_an_old_failure_until_it_is_taken_away() -> None:
-    recorded = Recorded()
-    saver = CountingSaver(recorded, recorded, recorded, 3.0)  # pyrefly: ignore[bad-argument-type]
+    recorded: Any = Recorded()
+    saver = CountingSaver(recorded, recorded, recorded, 3.0)
     saver.asked = []
     saver.save("/run/step-1", Payload(model=1))
     recorded.writing.set_exception(OSError("the disk is full"))
@@ -218,8 +216,8 @@ def test_a_saver_raises_an_old_failure_until_it_is_taken_away() -> None:
 
 @relied_on_by("tc/library.py: Backend")
 def test_a_synchronous_saver_hands_on_what_was_computed_and_has_no_lock() -> None:
-    recorded = Recorded()
-    saver = SyncCheckpointSaver(recorded, recorded)  # pyrefly: ignore[bad-argument-type]
+    recorded: Any = Recorded()
+    saver = SyncCheckpointSaver(recorded, recorded)
     for _ in range(2):
         recorded.calls.clear()
         assert saver.save("/run/step-1", Payload(model=1)) is None
