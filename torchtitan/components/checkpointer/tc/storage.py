@@ -92,6 +92,17 @@ class DurableStorage(LocalFileSystemStorage):
         """Delete a file, durably."""
         filesystem.remove_file(os.fspath(path))
 
+    def exists(self, path: Path) -> bool:
+        """Whether a file or a directory is there. Raises OSError when that cannot be told."""
+        name = os.fspath(path)
+        return filesystem.isfile(name) or self.isdir(path)
+
+    def isdir(self, path: Path) -> bool:
+        """Whether a directory is there. Raises OSError when that cannot be told."""
+        # The library takes every error for "not there"; a checkpoint on a disk that does not answer
+        # for a moment would pass for one that died, and be deleted.
+        return filesystem.isdir(os.fspath(path))
+
     def _open_for_read(self, path: Path, use_direct_io: bool) -> io.RawIOBase:
         # Slices lie anywhere in a file, and O_DIRECT would refuse all that are not aligned.
         return super()._open_for_read(path, use_direct_io and self._use_direct_io)
