@@ -1,7 +1,7 @@
 """Which class a section of the config is, chosen on the command line."""
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -209,19 +209,33 @@ def test_the_main_recipe_already_uses_dcp() -> None:
     assert config.checkpoint == llama3_jargon().checkpoint
 
 
-def test_every_back_end_is_a_checkpoint_manager_or_refused_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("name", CHECKPOINT_BACKENDS)
+def test_every_back_end_is_a_checkpoint_manager_that_knows_its_name(name: str) -> None:
+    config = parse_or_exit([*JARGON, "--checkpoint.no-enable", f"--checkpoint.backend={name}"])
+    owner = config.checkpoint._owner
+    assert owner is not None and issubclass(owner, BaseCheckpointManager)
+    assert type(config.checkpoint) is owner.Config
+    assert owner.FORMAT is not None and owner.FORMAT.backend == name
+    assert (owner is CheckpointManager) == (name == "dcp")
+
+
+def test_a_recipe_keeps_what_both_back_ends_have_and_one_line_tells_what_is_dropped(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for name in CHECKPOINT_BACKENDS:
-        args = [*JARGON, "--checkpoint.no-enable", f"--checkpoint.backend={name}"]
-        try:
-            config = parse_or_exit(args)
-        except SystemExit as stop:
-            assert stop.code == EXIT_CODE and name != "dcp"
-            message = capsys.readouterr().err
-            assert f"--checkpoint.backend {name} is not available in this version" in message
-            assert "which has dcp" in message
-        else:
-            owner = config.checkpoint._owner
-            assert owner is not None and issubclass(owner, BaseCheckpointManager)
-            assert name != "dcp" or type(config.checkpoint) is CheckpointManager.Config
+    with caplog.at_level(logging.INFO):
+        config = parse_or_exit([*JARGON, "--checkpoint.backend", "torch_checkpointing"])
+    (line,) = [each.getMessage() for each in caplog.records if "backend" in each.getMessage()]
+    assert "--checkpoint.backend torch_checkpointing has no async_mode async" in line
+    recipe = llama3_jargon().checkpoint
+    for each in fields(config.checkpoint):
+        assert getattr(config.checkpoint, each.name) == getattr(recipe, each.name)
+
+
+def test_a_mode_of_dcp_cannot_be_asked_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["--checkpoint.backend=torch_checkpointing", "--checkpoint.async_mode=async"]
+    with pytest.raises(SystemExit) as stop:
+        parse_or_exit([*JARGON, *typed])
+    assert stop.value.code == EXIT_CODE
+    assert (
+        "together with --checkpoint.async_mode, which it does not have" in capsys.readouterr().err
+    )
