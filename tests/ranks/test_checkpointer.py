@@ -13,31 +13,34 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointReadError,
 )
+from torchtitan.components.checkpointer.tc import reading
 
 from tests.ranks.pool import run_on_ranks
 from tests.unit_tests.components.checkpointer.runs import build_run, names
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
 
 pytestmark = pytest.mark.ranks
 
 
-def save_steps(folder: Path, until: int, settings: dict[str, Any]) -> dict[str, Any]:
-    run = build_run(folder, **settings)
+def save_steps(folder: Path, way: Way, until: int, **settings: Any) -> dict[str, Any]:
+    run = build_run(folder, **way.settings, **settings)
     run.train(until)
     run.manager.close()
     return run.snapshot()
 
 
-def load_step(folder: Path, step: int = -1, settings: dict[str, Any] | None = None) -> Any:
-    run = build_run(folder, seed=77, **(settings or {}))
+def load_step(folder: Path, way: Way, step: int = -1) -> Any:
+    run = build_run(folder, seed=77, load_only=True, **way.settings)
     assert run.manager.load(step)
     loaded = run.snapshot()
     run.manager.close()
     return loaded
 
 
-def resume_and_go_on(folder: Path, until: int, settings: dict[str, Any]) -> Any:
-    run = build_run(folder, seed=77, **settings)
+def resume_and_go_on(folder: Path, way: Way, until: int) -> Any:
+    run = build_run(folder, seed=77, load_only=True, **way.settings)
     assert run.manager.load()
     begun_at = run.step
     run.train(until)
@@ -64,23 +67,24 @@ def reduce_after_each_save(folder: Path) -> list[float]:
     return sums
 
 
-def save_then_change(folder: Path) -> bool:
+def save_then_change(folder: Path, way: Way) -> bool:
     """Whether each of two saves holds what was there when it was called, on every rank."""
-    run = build_run(folder, async_mode="async")
+    run = build_run(folder, **way.settings)
     run.train(2, save=False)
     snapshots = []
     for step in (2, 3):
         snapshots.append(run.snapshot())
         run.manager.save(step)
+        run.progress.values["step"] = 3
+        run.manager.maybe_wait_for_staging()
         with torch.no_grad():
             for parameter in run.model.parameters():
                 parameter.mul_(-1.0)
             for optimizer in run.optimizers:
                 for state in optimizer.state.values():
                     state["exp_avg_sq"].add_(5.0)
-        run.progress.values["step"] = 3
     run.manager.maybe_wait_for_saving()
-    other = build_run(folder, keep_latest_k=0, seed=8)
+    other = build_run(folder, load_only=True, seed=8, **way.settings)
     for step, snapshot in zip((2, 3), snapshots, strict=True):
         other.manager.load(step)
         assert other.snapshot() == snapshot
@@ -88,8 +92,8 @@ def save_then_change(folder: Path) -> bool:
     return snapshots[0] != snapshots[1]
 
 
-def error_of_load(folder: Path, step: int, width: int, mode: str) -> tuple[str, str]:
-    run = build_run(folder, width=width, async_mode=mode)
+def error_of_load(folder: Path, way: Way, step: int, width: int) -> tuple[str, str]:
+    run = build_run(folder, width=width, **way.settings)
     try:
         run.manager.load(step)
     except CheckpointError as error:
@@ -98,16 +102,14 @@ def error_of_load(folder: Path, step: int, width: int, mode: str) -> tuple[str, 
     return "", "nothing was raised"
 
 
-def see_different_disks(folder: Path) -> Any:
+def see_different_disks(folder: Path, way: Way) -> Any:
     """Rank 1 sees an empty folder and cannot read an index, as on a slow network disk."""
-    run = build_run(folder, async_mode="async", keep_latest_k=2)
+    run = build_run(folder, keep_latest_k=2, **way.settings)
     if dist.get_rank() == 1:
         patch.object(run.manager._storage, "isdir", return_value=False).start()
-
-        def read_index(checkpoint_id: str) -> Any:
-            raise dcp_index.CheckpointReadError("rank 1 sees no index")
-
-        patch.object(dcp_index, "read_index", read_index).start()
+        unreadable = CheckpointReadError("rank 1 sees no index")
+        patch.object(dcp_index, "read_index", side_effect=unreadable).start()
+        patch.object(reading, "look", side_effect=unreadable).start()
     assert run.manager.load()
     begun_at = run.step
     run.train(begun_at + 2)
@@ -135,21 +137,36 @@ def decide(what: str) -> Any:
         return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize("before,after,mode", [(2, 1, "async"), (1, 2, "disabled")])
+@pytest.mark.parametrize(
+    "before,after,way",
+    [(2, 1, ASYNC), (1, 2, DISABLED), (2, 1, TC_WAITING), (1, 4, TC_WAITING)],
+    ids=str,
+)
 def test_every_bit_comes_back_on_any_number_of_ranks(
-    tmp_path: Path, before: int, after: int, mode: str
+    tmp_path: Path, before: int, after: int, way: Way
 ) -> None:
-    saved = run_on_ranks(before, save_steps, tmp_path, 3, {"async_mode": mode})
-    loaded = run_on_ranks(after, load_step, tmp_path)
+    saved = run_on_ranks(before, save_steps, tmp_path, way, 3)
+    loaded = run_on_ranks(after, load_step, tmp_path, way)
     assert all(snapshot == saved[0] for snapshot in saved + loaded)
     files = {entry.name for entry in (tmp_path / "checkpoint/step-3").iterdir()}
-    assert files == {".metadata", *(f"__{rank}_0.distcp" for rank in range(before))}
+    ranks, shared = range(before), ("train_state", "dataloader", "lr_scheduler")
+    assert (
+        files
+        == {
+            "dcp": {".metadata", *(f"__{rank}_0.distcp" for rank in ranks)},
+            "torch_checkpointing": {
+                "metadata.pkl",
+                *(f"{part}_{rank}.pt" for part in ("model", "optimizer") for rank in ranks),
+                *(f"{part}_0.pt" for part in shared),
+            },
+        }[way.format.backend]
+    )
 
 
-def test_a_resumed_run_equals_the_one_that_was_never_stopped(tmp_path: Path) -> None:
-    settings = {"async_mode": "async", "interval": 2}
-    run_on_ranks(2, save_steps, tmp_path / "stopped", 5, settings)
-    resumed = run_on_ranks(2, resume_and_go_on, tmp_path / "stopped", 7, settings)
+@over(ASYNC, TC)
+def test_a_resumed_run_equals_the_one_that_was_never_stopped(tmp_path: Path, way: Way) -> None:
+    run_on_ranks(2, save_steps, tmp_path / "stopped", way, 5, interval=2)
+    resumed = run_on_ranks(2, resume_and_go_on, tmp_path / "stopped", way, 7)
     assert [begun_at for begun_at, _ in resumed] == [4, 4]
     assert resumed[0][1] == run_on_ranks(2, straight, tmp_path / "straight", 7)[0]
 
@@ -160,15 +177,18 @@ def test_training_s_collectives_and_those_of_a_save_never_meet(tmp_path: Path) -
     assert names(tmp_path) == ["step-7", "step-8"]
 
 
+@over(ASYNC, TC)
 def test_what_changes_after_an_asynchronous_save_reaches_the_next_one_only(
-    tmp_path: Path,
+    tmp_path: Path, way: Way
 ) -> None:
-    assert run_on_ranks(2, save_then_change, tmp_path) == [True, True]
+    assert run_on_ranks(2, save_then_change, tmp_path, way) == [True, True]
 
 
-def test_another_model_is_one_error_with_every_key_on_every_rank(tmp_path: Path) -> None:
-    run_on_ranks(2, save_steps, tmp_path, 1, {})
-    answers = run_on_ranks(2, error_of_load, tmp_path, -1, 5, "async")
+@over(ASYNC, TC)
+def test_another_model_is_one_error_with_every_key_on_every_rank(tmp_path: Path, way: Way) -> None:
+    waiting = DISABLED if way is ASYNC else TC_WAITING
+    run_on_ranks(2, save_steps, tmp_path, waiting, 1)
+    answers = run_on_ranks(2, error_of_load, tmp_path, way, -1, 5)
     assert answers[0] == answers[1]
     name, text = answers[0]
     assert name == CheckpointMismatchError.__name__
@@ -176,17 +196,19 @@ def test_another_model_is_one_error_with_every_key_on_every_rank(tmp_path: Path)
     assert "optimizer.state.layers.0.bias.exp_avg_sq (here [5], there [7])" in text
 
 
-def test_a_step_that_is_missing_names_the_flag_on_every_rank(tmp_path: Path) -> None:
-    run_on_ranks(2, save_steps, tmp_path, 2, {})
-    answers = run_on_ranks(2, error_of_load, tmp_path, 9, 7, "disabled")
+@over(DISABLED, TC_WAITING)
+def test_a_step_that_is_missing_names_the_flag_on_every_rank(tmp_path: Path, way: Way) -> None:
+    run_on_ranks(2, save_steps, tmp_path, way, 2)
+    answers = run_on_ranks(2, error_of_load, tmp_path, way, 9, 7)
     for name, text in answers:
         assert name == CheckpointNotFoundError.__name__
         assert "--checkpoint.load_step=9" in text and "[1, 2]" in text
 
 
-def test_a_rank_that_sees_another_disk_follows_rank_0(tmp_path: Path) -> None:
-    run_on_ranks(2, save_steps, tmp_path, 2, {})
-    assert run_on_ranks(2, see_different_disks, tmp_path, timeout_seconds=30) == [2, 2]
+@over(ASYNC, TC_WAITING)
+def test_a_rank_that_sees_another_disk_follows_rank_0(tmp_path: Path, way: Way) -> None:
+    run_on_ranks(2, save_steps, tmp_path, way, 2)
+    assert run_on_ranks(2, see_different_disks, tmp_path, way, timeout_seconds=30) == [2, 2]
     assert names(tmp_path) == ["step-3", "step-4"]
 
 
