@@ -150,6 +150,12 @@ class Finder:
         """Whose complete checkpoint ``path`` is; None when it is nobody's. Its own come first."""
         return next((each for each in (self, *self.others) if each.is_complete(path)), None)
 
+    def is_staging(self, path: str) -> bool:
+        """Whether ``path`` has the name of a save that has not been finished by any back end."""
+        name = path.rstrip("/").rpartition("/")[2]
+        parsed = [each.parse(name) for each in (self, *self.others)]
+        return any(found is not None and found[1] for found in parsed)
+
     def is_complete_for_any(self, path: str) -> bool:
         """Whether ``path`` is a complete checkpoint of any back end: no leftover, never cleared."""
         return self.owner_of(path) is not None

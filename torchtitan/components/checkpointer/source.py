@@ -29,6 +29,7 @@ from torchtitan.components.checkpointer.source_text import (
     is_inside,
     listed,
     this_run_cannot,
+    those_of_others,
     what_does_not_count,
     what_was_passed_over,
 )
@@ -153,12 +154,11 @@ def _explicit(request: Request, own: OwnFolder) -> Start:
         raise ValueError(f"--{problem}")
     if step not in own.step_paths:
         died = step in own.unfinished.values()
-        of_others = "".join(f" ({step} of {own.others[step]})" for step in sorted(own.others))
         raise CheckpointNotFoundError(
             f"--checkpoint.load_step={step} was asked for, but {own.path} holds no complete "
             f"checkpoint of that step{' (its save did not finish)' if died else ''}; complete "
-            f"steps: {listed(own.step_paths)}{of_others}. Set --checkpoint.load_step to one of them, "
-            "or to -1 for the newest full one."
+            f"steps: {listed(own.step_paths)}{those_of_others(own)}. Set --checkpoint.load_step to one "
+            "of them, or to -1 for the newest full one."
         )
     if step != 0 and own.kind_of(own.step_paths[step]) is Kind.MODEL_ONLY:
         raise CheckpointNotFoundError(
@@ -243,6 +243,11 @@ def _initial_problem(source: Source, own: OwnFolder, finder: Finder) -> str | No
         return "which is not a directory; it must be one checkpoint, that is a step-N directory."
     if source.from_hf:
         return None
+    if finder.is_staging(path):
+        return (
+            "which a save left behind that did not finish; it must be one complete checkpoint, that "
+            "is a step-N directory."
+        )
     owner = finder.owner_of(path)
     if owner is not None and owner is not finder:
         found = this_run_cannot(

@@ -54,6 +54,14 @@ def this_run_cannot(path: str, kind: Kind | None, *, backend: str, own_backend: 
     return f"{path} is {_OF_ANOTHER[kind]} of {backend}, and this run uses {own_backend}, which cannot read it"
 
 
+def those_of_others(own: OwnFolder) -> str:
+    """Which of the steps are of other back ends, as an addition to their list, or nothing."""
+    steps: dict[str, list[int]] = {}
+    for step, backend in sorted(own.others.items()):
+        steps.setdefault(backend, []).append(step)
+    return "".join(f" (of {backend}: {found})" for backend, found in sorted(steps.items()))
+
+
 def listed(steps: Iterable[int]) -> str:
     """Steps for an error message."""
     return str(sorted(steps) or "none")

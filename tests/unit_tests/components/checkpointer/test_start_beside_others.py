@@ -11,7 +11,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from torchtitan.components.checkpointer.formats import Format, FORMATS
+from torchtitan.components.checkpointer.formats import Format, FORMATS, TORCH_CHECKPOINTING
 from torchtitan.components.checkpointer.source import find_start
 
 from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
@@ -111,36 +111,36 @@ ON_THE_OTHER = "--checkpoint.backend OTHER, "
 # (what lies in the folder, load_step) -> the outcome for each of PATHS.
 TABLE: dict[tuple[str, int], tuple[Outcome, ...]] = {
     ("full ones of the other", -1): of_the_other(FULL, 9, asked=ASKED_NEWEST),
-    ("full ones of the other", 0): no_step(0, "[7, 9] (7 of OTHER) (9 of OTHER)"),
+    ("full ones of the other", 0): no_step(0, "[7, 9] (of OTHER: [7, 9])"),
     ("full ones of the other", 7): of_the_other(FULL, 7, asked=ASKED_7),
     ("a newer full one of the other", -1): of_the_other(FULL, 9, asked=ASKED_NEWEST, back_to=7),
-    ("a newer full one of the other", 0): no_step(0, "[5, 7, 9] (9 of OTHER)"),
+    ("a newer full one of the other", 0): no_step(0, "[5, 7, 9] (of OTHER: [9])"),
     ("a newer full one of the other", 7): STEP_7,
     ("older full ones of the other", -1): loaded(9, "newest full checkpoint"),
-    ("older full ones of the other", 0): no_step(0, "[5, 7, 9] (5 of OTHER) (7 of OTHER)"),
+    ("older full ones of the other", 0): no_step(0, "[5, 7, 9] (of OTHER: [5, 7])"),
     ("older full ones of the other", 7): of_the_other(FULL, 7, asked=ASKED_7, back_to=9),
     ("newer weights of the other", -1): loaded(
         7, "newest full checkpoint; passed over: step-9 (weights only)"
     ),
-    ("newer weights of the other", 0): no_step(0, "[7, 9] (9 of OTHER)"),
+    ("newer weights of the other", 0): no_step(0, "[7, 9] (of OTHER: [9])"),
     ("newer weights of the other", 7): STEP_7,
     ("only weights, the newest of the other", -1): only_weights("[7, 9]", ON_THE_OTHER, 9),
-    ("only weights, the newest of the other", 0): no_step(0, "[7, 9] (9 of OTHER)"),
+    ("only weights, the newest of the other", 0): no_step(0, "[7, 9] (of OTHER: [9])"),
     ("only weights, the newest of the other", 7): only_the_model(7),
     ("only weights of the other", -1): only_weights("[7, 20]", ON_THE_OTHER, 20),
-    ("only weights of the other", 0): no_step(0, "[7, 20] (7 of OTHER) (20 of OTHER)"),
+    ("only weights of the other", 0): no_step(0, "[7, 20] (of OTHER: [7, 20])"),
     ("only weights of the other", 7): only_the_model(7, ON_THE_OTHER),
     ("newer damage of the other", -1): loaded(
         7, "newest full checkpoint; passed over: step-9 (its index cannot be read)"
     ),
-    ("newer damage of the other", 0): no_step(0, "[7, 9] (9 of OTHER)"),
+    ("newer damage of the other", 0): no_step(0, "[7, 9] (of OTHER: [9])"),
     ("newer damage of the other", 7): STEP_7,
     ("only damage of the other", -1): of_the_other(DAMAGED, 7, asked=NOTHING_FULL),
-    ("only damage of the other", 0): no_step(0, "[7] (7 of OTHER)"),
+    ("only damage of the other", 0): no_step(0, "[7] (of OTHER: [7])"),
     ("only damage of the other", 7): of_the_other(DAMAGED, 7, asked=ASKED_7),
     ("a seed of the other", -1): of_the_other("a seed", 0, asked=NOTHING_FULL),
     ("a seed of the other", 0): of_the_other("a seed", 0, asked=ASKED_0),
-    ("a seed of the other", 7): no_step(7, "[0] (0 of OTHER)"),
+    ("a seed of the other", 7): no_step(7, "[0] (of OTHER: [0])"),
     ("a seed, and weights of the other", -1): loaded(
         0, "seed checkpoint; passed over: step-7 (weights only)"
     ),
@@ -223,6 +223,17 @@ def test_a_folder_around_checkpoints_of_both_names_the_newest_that_can_be_read(
         ValueError, match=r"steps \[6\]\); .* newest is /elsewhere/checkpoint/step-6\."
     ):
         find_start(request_for(-1, "/elsewhere"), own, where)
+
+
+@both_back_ends
+def test_a_path_to_a_save_that_died_is_refused_whoever_s_it_is(chosen: Format) -> None:
+    where, own = looked_into(DIED, chosen)
+    assert isinstance(where.storage, MemoryStorage)
+    put(where.storage, TORCH_CHECKPOINTING, "/given", 5, "died")
+    with pytest.raises(
+        ValueError, match="names /given/tmp_step-5, which a save left behind that did"
+    ):
+        find_start(request_for(-1, "/given/tmp_step-5"), own, where)
 
 
 @both_back_ends
