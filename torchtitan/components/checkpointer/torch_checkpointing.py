@@ -134,14 +134,12 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         )
         if not self.enable:
             return
-        states.update(
-            {
-                MODEL: ModelWrapper(model_parts),
-                OPTIMIZER: optimizers,
-                DATALOADER: dataloader,
-                LR_SCHEDULER: lr_schedulers,
-            }
-        )
+        states |= {
+            MODEL: ModelWrapper(model_parts),
+            OPTIMIZER: optimizers,
+            DATALOADER: dataloader,
+            LR_SCHEDULER: lr_schedulers,
+        }
         self.states = states
         self._report: SaveReport | None = None
         self._gave_up = self._prewarmed = False
@@ -155,8 +153,8 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             load_only=self.load_only,
         )
         self._manager_config: BackendConfig = self._with_stager(backend_config)
-        prefix = self._manager_config.save.writer_config.temp_dir_prefix
-        self._step_dir_pattern = _step_dir_pattern(prefix)
+        self._temp_dir_prefix = self._manager_config.save.writer_config.temp_dir_prefix
+        self._step_dir_pattern = _step_dir_pattern(self._temp_dir_prefix)
         self._manager: Backend = self._manager_config.build()
 
     def _with_stager(self, config: Any) -> BackendConfig:
@@ -195,8 +193,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
 
     def _clear_staging(self, checkpoint_id: str) -> None:
         folder, _, name = checkpoint_id.rpartition("/")
-        prefix = self._manager_config.save.writer_config.temp_dir_prefix
-        staging_id = f"{folder}/{prefix}{name}"
+        staging_id = f"{folder}/{self._temp_dir_prefix}{name}"
         if self._storage.isdir(staging_id):
             # Files of ranks that are no more would become part of the checkpoint.
             self._storage.remove(staging_id)

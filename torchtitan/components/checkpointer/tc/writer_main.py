@@ -26,6 +26,7 @@ from torchtitan.components.checkpointer.pinned.snapshot import restore
 from torchtitan.components.checkpointer.tc.commit import StoreCommit
 from torchtitan.components.checkpointer.tc.events import adopt, BACKEND_LOGGER_NAME
 from torchtitan.components.checkpointer.tc.writer import Writer
+from torchtitan.tools.logging import init_logger
 
 _logger = logging.getLogger(BACKEND_LOGGER_NAME)
 
@@ -120,6 +121,7 @@ def is_agreed(error: BaseException) -> bool:
 
 def main() -> None:
     """Entry point of the process."""
-    # Meshes come without their process groups here, which is what torch warns of for each of them.
+    init_logger()  # what is said here looks as it does in the trainer
+    # Meshes come without process groups here, which torch would warn of, past our console.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     serving.run(join=join, save=save, is_agreed=is_agreed)
