@@ -1,0 +1,95 @@
+"""torch_checkpointing by itself, with the two changes without which it does not run on CPUs.
+
+Its storage writes past the page cache at addresses that ext4 does not take, so that is switched off. Its
+metadata manager gathers through the memory of a CUDA device, so that is gathered as objects instead.
+"""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch_checkpointing import checkpoint_manager
+from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.metadata_manager import DefaultMetadataManager
+from torch_checkpointing.schema import ItemSpec
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+from benchmarks.harness.models import Run
+
+
+class GlooMetadataManager(DefaultMetadataManager):
+    """Gathers on any backend."""
+
+    def _all_gather_pickled_data(self, data: Any, process_group: Any = None) -> dict[int, Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(gathered, data, group=process_group)
+        return dict(enumerate(gathered))
+
+
+class TcLibrary:
+    """The library's ``CheckpointManager`` with its defaults, synchronous or asynchronous."""
+
+    def __init__(self, run: Run, folder: Path, how: str) -> None:
+        """``how`` is sync or async."""
+        self._run, self._folder = run, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        # The manager takes the class from its module when it is built.
+        checkpoint_manager.DefaultMetadataManager = GlooMetadataManager
+        resharded = ItemSpec(requires_copy=True, resharder=DefaultResharder(), required=False)
+        self._manager = CheckpointManager(
+            CheckpointManager.Config(
+                items={"model": resharded, "optimizer": resharded},
+                default=ItemSpec(requires_copy=False),
+                save=(
+                    SyncCheckpointSaverConfig() if how == "sync" else AsyncCheckpointSaverConfig()
+                ),
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
+        self._saving: Future[Any] | None = None
+
+    def prepare(self) -> None:
+        self._manager.prewarm_staging(self._state())
+
+    def save(self, step: int) -> None:
+        self._run.progress.values["step"] = step
+        self._saving = self._manager.save(str(self.path_of(step)), self._state())
+
+    def wait_for_staging(self) -> None:
+        with self._manager.lock():
+            pass
+
+    def saving(self) -> "Future[Any] | None":
+        return self._saving
+
+    def wait_for_saving(self) -> None:
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+
+    def path_of(self, step: int) -> Path:
+        return self._folder / f"step-{step}"
+
+    def load(self, step: int) -> None:
+        self._manager.load(str(self.path_of(step)), into=self._state(), strict=True)
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _state(self) -> dict[str, Any]:
+        run = self._run
+        optimizer = run.optimizers.state_dict()
+        # Plain values in an item that is resharded would not be restored.
+        values = {key: value for key, value in optimizer.items() if not torch.is_tensor(value)}
+        return {
+            "model": run.model.state_dict(),
+            "optimizer": {key: value for key, value in optimizer.items() if key not in values},
+            "optimizer_values": values,
+            "lr_scheduler": run.lr_schedulers.state_dict(),
+            "dataloader": run.dataloader.state_dict(),
+            "train_state": run.progress.state_dict(),
+        }

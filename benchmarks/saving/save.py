@@ -1,0 +1,108 @@
+"""What one rank does to measure the saves of a case; ``checkpoint.py`` starts it.
+
+    both sides: first save, memory -> [ limits? -> side A: idle, busy -> side B: idle, busy ]* -> sizes
+
+The sides take turns in the same processes on the same state. Every rank returns its own samples.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.tools.logging import init_logger
+
+from benchmarks.harness import usage
+from benchmarks.harness.limits import Limits
+from benchmarks.harness.models import all_ranks, Run, SIZES
+from benchmarks.harness.pairs import turns
+from benchmarks.saving.cases import Case, CASES
+from benchmarks.saving.cycle import Saver
+
+_NUM_LIMITS = 5
+
+
+def measure(
+    tell: Callable[[str], None],
+    *,
+    case: str,
+    model: str,
+    folder: str,
+    num_pairs: int,
+    budget_seconds: float,
+    warm_up_seconds: float,
+) -> dict[str, Any]:
+    """Samples of this rank: see ``checkpoint.py`` for how they are stored."""
+    init_logger()
+    started_at = time.monotonic()
+    entry, work = CASES[case], Path(folder)
+    run = Run(SIZES[model], str(work))
+    limits = Limits(list(run.tensors()), work, dist.get_rank())
+    found: dict[str, Any] = {"state_bytes": limits.size_bytes, "first": {}, "memory": {}}
+    savers: dict[str, Saver] = {}
+    for name in entry.sides:
+        tell(f"first saves of the {name}")
+        savers[name], found["first"][name], found["memory"][name] = _open(
+            entry, name, run, work / name, warm_up_seconds
+        )
+    found |= {"idle": {name: [] for name in savers}, "busy": {name: [] for name in savers}}
+    found |= {"limits": [], "cpu": []}
+    for number in range(num_pairs):
+        if not all_ranks(number == 0 or time.monotonic() - started_at < budget_seconds):
+            break
+        tell(f"pair {number + 1} of {num_pairs}")
+        if number % max(1, num_pairs // _NUM_LIMITS) == 0:
+            found["limits"].append(limits.sample(dist.barrier))
+        for name in turns(list(savers), number):
+            before = usage.cpu_clocks()
+            found["idle"][name].append(savers[name].idle())
+            if entry.is_async:
+                found["busy"][name].append(savers[name].busy())
+            found["cpu"].append(usage.since(before))
+    dist.barrier()
+    found["written"] = {
+        name: bytes_by_rank(saver.newest, entry.rank_pattern, dist.get_world_size())
+        for name, saver in savers.items()
+    }
+    for saver in reversed(savers.values()):
+        saver.side.close()
+    return found
+
+
+def _open(
+    case: Case, name: str, run: Run, folder: Path, warm_up_seconds: float
+) -> tuple[Saver, dict[str, float], dict[str, Any]]:
+    """The saver of a side, the times of its first save, and the memory of its second one."""
+    usage.give_back_freed_memory()  # or this side would seem to need less than the one before it
+    before = usage.read()
+    saver = Saver(case.build(name, run, folder), run)
+    saver.side.prepare()
+    # In a run there are many steps before the first save, in which what was prepared gets ready.
+    until = time.monotonic() + (warm_up_seconds if case.is_async else 0)
+    while not all_ranks(time.monotonic() >= until):
+        run.step()
+    first = saver.idle()
+    dist.barrier()
+    with usage.PeakWatch() as watch:
+        saver.idle()
+    kept = usage.read()
+    memory = {
+        "peak": watch.peak_total_bytes - before.total_bytes,
+        "peak_own": watch.peak.own_bytes - before.own_bytes,
+        "peak_shared": watch.peak.shared_bytes - before.shared_bytes,
+        "peak_writer": watch.peak.writer_bytes - before.writer_bytes,
+        "kept": kept.total_bytes - before.total_bytes,
+    }
+    return saver, first, memory
+
+
+def bytes_by_rank(folder: Path, pattern: str, world_size: int) -> list[int]:
+    """Bytes of the files that each rank wrote; what bears no number of a rank is rank 0's."""
+    sizes = [0] * world_size
+    for path in folder.rglob("*"):
+        if path.is_file():
+            match = re.search(pattern, path.name)
+            sizes[int(match[1]) if match else 0] += path.stat().st_size
+    return sizes
