@@ -21,7 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +147,31 @@ class Workspace:
         assert finished.returncode == 0, f"{block.place} exits {finished.returncode}:\n{tail}"
         if block.is_dry:
             launch_in(finished.stdout)
+
+
+def anchors_of(markdown: str) -> set[str]:
+    """Where links to the headings of a page go, as Markdown viewers name them."""
+    text = "".join(re.split(r"^```.*?^```", markdown, flags=re.DOTALL | re.MULTILINE))
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(path: str, pages: Mapping[str, str]) -> list[str]:
+    """Links of the page ``path`` to a file that is not there, or to a heading that is not in it.
+
+    ``pages`` has the text of all pages by path.
+    """
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", pages[path]):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        there = os.path.normpath(os.path.join(os.path.dirname(path), name)) if name else path
+        if there not in pages and not (ROOT / there).exists():
+            found.append(f"{path}: {target}: no such file")
+        elif anchor and anchor not in anchors_of(pages.get(there, "")):
+            found.append(f"{path}: {target}: no such heading")
+    return found
 
 
 def tree_of(readme: str) -> dict[str, str]:
