@@ -12,17 +12,17 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.staging import StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.checkpointer.dcp_pinned import PinnedSession
 from torchtitan.components.checkpointer.dcp_reading import restore
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
@@ -43,7 +43,6 @@ from torchtitan.components.checkpointer.in_flight import (
 )
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
-from torchtitan.components.checkpointer.pinned.settling import settle
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.state import (
@@ -128,8 +127,8 @@ class CheckpointManager(BaseCheckpointManager):
             }
         )
         self.states = states
-        self.stager: DefaultStager | None = None
         self.staging_future: Future[Any] | None = None
+        self._pinned: PinnedSession | None = None
         self._copying_stager: CopyingStager | None = None
         self._report: SaveReport | None = None
         self._gave_up = False
@@ -138,6 +137,23 @@ class CheckpointManager(BaseCheckpointManager):
             means.announce()
         is_async = self.async_mode is not AsyncMode.DISABLED
         self.pg = own_group(self.timeout_seconds) if is_async else None
+
+    @property
+    def stager(self) -> DefaultStager | None:
+        """What copies in the mode async_with_pinned_mem; None until its first use."""
+        return None if self._pinned is None else self._pinned.stager
+
+    def _pinned_session(self) -> PinnedSession:
+        if self._pinned is None:
+            self._pinned = PinnedSession(
+                lambda *args, **keywords: DefaultStager(*args, **keywords),
+                group=self.pg,
+                limit_seconds=self.timeout_seconds,
+                # This refers back to the manager. So one that an exception drops is not closed at
+                # once, which would wait for its writer process while the exception is on its way.
+                find_can_wait=lambda: changed_by_updates_only(self.states),
+            )
+        return self._pinned
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
         return dcp_index.parse_entry(filename)
@@ -203,14 +219,8 @@ class CheckpointManager(BaseCheckpointManager):
                 process_group=self.pg,
             )
         else:
-            result = dcp.async_save(
-                state_dict,
-                storage_writer=DurableFileSystemWriter(checkpoint_id),
-                checkpoint_id=checkpoint_id,
-                process_group=self.pg,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=cast(Any, self._open_stager()),
-            )
+            writer = DurableFileSystemWriter(checkpoint_id)
+            result = self._pinned_session().async_save(state_dict, writer, checkpoint_id)
         if enable_garbage_collection:
             GarbageCollection.collect("after the checkpoint was handed over")
         return result
@@ -232,8 +242,11 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool) -> bool:
         if not self._should_save(curr_step, last_step):
-            if not self.load_only:
-                self._prewarm(curr_step)
+            if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and not self.load_only:
+                asked = f"Preparing after step {curr_step} for saves into {self.folder}"
+                self.async_mode = self._pinned_session().prewarm(
+                    asked, self._flattened_model_states_sd
+                )
             return False
         sl.add_step_tag("checkpoint_save")
         due_at = time.monotonic()
@@ -266,23 +279,6 @@ class CheckpointManager(BaseCheckpointManager):
             raise earlier_failure
         return True
 
-    def _open_stager(self) -> DefaultStager:
-        if self.stager is None:
-            self.stager = DefaultStager(
-                StagingOptions(),  # everything that the machine can do
-                group=self.pg,
-                timeout=timedelta(seconds=self.timeout_seconds),
-                find_can_wait=lambda: changed_by_updates_only(self.states),
-            )
-        return self.stager
-
-    def _prewarm(self, curr_step: int) -> None:
-        if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
-            asked = f"Preparing after step {curr_step} for saves into {self.folder}"
-            with told_as_save_error(asked, self.timeout_seconds):
-                self._open_stager().prewarm(self._flattened_model_states_sd())
-                self._settle(None, needs_writer=True)
-
     def _settle_previous(self, asked: str, last_step: bool) -> CheckpointSaveError | None:
         """Wait for the save in flight; what it failed with."""
         failure: CheckpointSaveError | None = None
@@ -293,19 +289,8 @@ class CheckpointManager(BaseCheckpointManager):
         except CheckpointSaveError as error:
             failure = error
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
-            with told_as_save_error(asked, self.timeout_seconds, failure):
-                if not last_step:
-                    self._open_stager().prepare(self._flattened_model_states_sd())
-                failure = self._settle(failure, needs_writer=not last_step)
-        return failure
-
-    def _settle(
-        self, failure: CheckpointSaveError | None, *, needs_writer: bool
-    ) -> CheckpointSaveError | None:
-        stager = self._open_stager()
-        failure, can_stage = settle(stager, failure, self.pg, needs_writer=needs_writer)
-        if not can_stage:
-            self.stager, self.async_mode = None, AsyncMode.DISABLED
+            state_of = None if last_step else self._flattened_model_states_sd
+            failure, self.async_mode = self._pinned_session().settle(asked, failure, state_of)
         return failure
 
     def _dispatch(self, checkpoint_id: str) -> None:
@@ -396,7 +381,7 @@ class CheckpointManager(BaseCheckpointManager):
                 self.maybe_wait_for_saving()
         finally:
             self._stop_purging()
-            for stager in (self.stager, self._copying_stager):
+            for stager in (self._pinned, self._copying_stager):
                 if stager is not None:
                     stager.close()
-            self.stager = self._copying_stager = None
+            self._pinned = self._copying_stager = None

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
-from torchtitan.components.checkpointer import AsyncMode, dcp, waiting
+from torchtitan.components.checkpointer import AsyncMode, dcp, dcp_pinned, waiting
 from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
@@ -100,12 +100,12 @@ def test_a_rank_that_is_late_to_settle_is_named_with_step_path_and_flag(
     made: MagicMock, tmp_path: Path
 ) -> None:
     run = build_run(tmp_path, async_mode=PINNED, interval=3)
-    with patch.object(dcp, "settle", side_effect=LATE):
+    with patch.object(dcp_pinned, "settle", side_effect=LATE):
         ahead = message_of(run.train, 1)
     assert f"Preparing after step 1 for saves into {tmp_path}/checkpoint was given up" in ahead
     assert "rank 0 has waited for 600 s, the limit of --checkpoint.timeout_seconds" in ahead
     with (
-        patch.object(dcp, "settle", side_effect=LATE),
+        patch.object(dcp_pinned, "settle", side_effect=LATE),
         pytest.raises(CheckpointSaveTimeoutError) as raised,
     ):
         run.train(3)
@@ -124,7 +124,7 @@ def test_a_late_rank_does_not_hide_how_the_previous_save_failed(
             "maybe_wait_for_saving",
             side_effect=CheckpointSaveError("the disk is full"),
         ),
-        patch.object(dcp, "settle", side_effect=LATE),
+        patch.object(dcp_pinned, "settle", side_effect=LATE),
         pytest.raises(CheckpointSaveTimeoutError) as raised,
     ):
         run.train(1)

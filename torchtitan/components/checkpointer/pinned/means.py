@@ -74,6 +74,11 @@ def obstacle() -> str | None:
     """Why this mode cannot work on this machine at all, or None."""
     if not hasattr(torch_executor, "_CHECKPOINT_PROCESS"):
         return f"torch {torch.__version__} starts writer processes in another way than 2.13 does"
+    return no_shared_memory()
+
+
+def no_shared_memory() -> str | None:
+    """Why no process can write from the memory of another one here, whatever it writes, or None."""
     try:
         os.close(anonymous_file())
     except (AttributeError, OSError) as error:

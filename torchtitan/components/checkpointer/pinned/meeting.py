@@ -2,8 +2,11 @@
 
 Gloo alone would let the others wait for it until their timeout.
 
-    writer, as soon as it is up: join ---------------+--> "all here": connect
+    writer, as soon as it is up: connect ------------+--> ALL_HERE: the store of this meeting
     trainer whose writer has died: report_death ---- + -> its reason: the others give up
+
+Writers that commit over the store wait there for more than the arrival of all: for the moment when all
+have written, and for that when rank 0 has committed. A death ends those waits as well.
 """
 
 import contextlib
@@ -12,8 +15,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+ALL_HERE = "all here"
+"""The value of a key that all ranks have reached; any other one says why they never will."""
+
 _NUM_ARRIVED, _OUTCOME = "arrived", "outcome"
-_ALL_HERE = "all here"
 # A trainer whose own save has failed already should not wait for a host that is gone as well.
 _REPORT_SECONDS = 10
 
@@ -37,38 +42,48 @@ class WriterMissingError(RuntimeError):
     """The writer process of another rank has died before all had met."""
 
 
-def join(meeting: Meeting) -> None:
-    """Make the default process group of this writer process, together with those of all ranks.
+class OtherRankFailedError(RuntimeError):
+    """A save failed on another rank, whose error this one tells."""
+
+
+def written_key(attempt: int) -> str:
+    """Where the store says that all ranks have written their files of a save."""
+    return f"save/{attempt}/written"
+
+
+def committed_key(attempt: int) -> str:
+    """Where the store says that a save is complete."""
+    return f"save/{attempt}/committed"
+
+
+def connect(meeting: Meeting) -> dist.Store:
+    """The store of this meeting, once the writer processes of all ranks have come.
 
     Raises:
         WriterMissingError: one of them will not come; says why.
     """
-    store: dist.Store = dist.HashStore()
-    if meeting.world_size > 1:
-        store = _store(meeting, meeting.timeout)
-        if store.add(_NUM_ARRIVED, 1) == meeting.world_size:
-            store.compare_set(_OUTCOME, "", _ALL_HERE)
-        if (outcome := store.get(_OUTCOME).decode()) != _ALL_HERE:
-            raise WriterMissingError(outcome)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=meeting.rank,
-        world_size=meeting.world_size,
-        timeout=meeting.timeout,
-    )
+    if meeting.world_size == 1:
+        return dist.HashStore()
+    store = open_store(meeting, meeting.timeout)
+    if store.add(_NUM_ARRIVED, 1) == meeting.world_size:
+        store.compare_set(_OUTCOME, "", ALL_HERE)
+    if (outcome := store.get(_OUTCOME).decode()) != ALL_HERE:
+        raise WriterMissingError(outcome)
+    return store
 
 
-def report_death(meeting: Meeting, reason: str) -> None:
-    """Tell writers that still wait for the one of this rank why it does not come."""
+def report_death(meeting: Meeting, reason: str, attempt: int) -> None:
+    """Tell writers that wait for the one of this rank, before or in save ``attempt``, why it does not come."""
     if meeting.world_size == 1:
         return
     with contextlib.suppress(RuntimeError):  # no store any more: then nobody waits at it
-        store = _store(meeting, timedelta(seconds=_REPORT_SECONDS))
-        store.compare_set(_OUTCOME, "", reason)
+        store = open_store(meeting, timedelta(seconds=_REPORT_SECONDS))
+        for key in (_OUTCOME, written_key(attempt), committed_key(attempt)):
+            store.compare_set(key, "", reason)
 
 
-def _store(meeting: Meeting, timeout: timedelta) -> dist.Store:
+def open_store(meeting: Meeting, timeout: timedelta) -> dist.Store:
+    """A connection to the store of a ``meeting`` of several ranks; its waits end after ``timeout``."""
     store = dist.TCPStore(
         meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout
     )

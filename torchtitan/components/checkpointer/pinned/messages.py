@@ -15,8 +15,10 @@ class Request:
     """How much of the arena to map."""
     payload_offset: int
     payload_bytes: int
-    writer: bytes = b""
-    """The pickled storage writer."""
+    job: bytes = b""
+    """What else the program of the writer process needs to know, pickled."""
+    attempt: int = 0
+    """Counts the saves that were staged; the same number on all ranks."""
     failure: BaseException | None = None
     """The copy failed: let this be the error of all ranks, instead of a rank that never comes."""
 
@@ -26,3 +28,5 @@ class Reply:
     """A request was carried out, or failed."""
 
     failure: BaseException | None = None
+    is_agreed: bool = False
+    """The writers of all ranks have failed with this error, so they are still in step."""

@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
-from torchtitan.components.checkpointer.pinned.meeting import WriterMissingError
+from torchtitan.components.checkpointer.pinned.meeting import (
+    OtherRankFailedError,
+    WriterMissingError,
+)
 from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError
 from torchtitan.distributed.failure import is_echo
 from torchtitan.tools.logging import logger
@@ -77,7 +80,7 @@ def settle(
     """
     own = _Report(
         failure=None if failure is None else str(failure),
-        is_echo=failure is not None and is_echo(failure),
+        is_echo=failure is not None and _is_told_by_others(failure),
         is_loss=failure is not None and isinstance(failure.__cause__, WRITER_LOST),
         is_usable=stager.has_usable_writer,
         lacks_room=needs_writer and stager.lacks_room,
@@ -108,6 +111,10 @@ def settle(
         )
         agreed = None
     return Verdict(agreed, can_stage=not shortages)
+
+
+def _is_told_by_others(failure: CheckpointSaveError) -> bool:
+    return is_echo(failure) or isinstance(failure.__cause__, OtherRankFailedError)
 
 
 def _is_loss(reports: list[_Report]) -> bool:

@@ -6,24 +6,34 @@ or shrank since the last save: pickle knows them all, so no layout is kept that 
 
     take (trainer) -> payload, places, copies ...... restore (writer) -> state dict over the arena
 
-A sharded tensor travels as this rank's shard with the write items that DTensor itself made for it in
-the trainer: device meshes, and the process groups in them, stay where they are.
+A sharded tensor travels as this rank's part of it, with a description of which each manager makes what
+it wants: the describe and the build that belong to it are given by the caller. Descriptions go through
+a pickler of their own, so that a tensor in one (that of a device mesh) never lies in the arena, where
+the next save would write over it.
 """
 
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
 
 CanWait = Callable[[str, torch.Tensor], bool]
 """(top-level key, tensor) -> whether nothing but the optimizer's next step changes it."""
+
+DescribeShard = Callable[[DTensor], Any]
+"""What travels with this rank's part of a sharded tensor: can be pickled and compared with ==.
+
+Called for each place where the tensor occurs in a state; what descriptions share is still shared
+afterwards."""
+
+BuildShard = Callable[[torch.Tensor, Any], torch.Tensor]
+"""(this rank's part, its description) -> what stands for the sharded tensor in the writer."""
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -34,8 +44,8 @@ class Place(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    items: list[WriteItem] | None
-    """What DCP is to write of a sharded tensor, still without a name; None for a whole one."""
+    shard: int | None
+    """The number of the description of a sharded tensor; None for a plain one."""
 
 
 @dataclass
@@ -51,56 +61,42 @@ class Snapshot:
     """Local tensors to copy before the optimizer's next step."""
 
 
-def take(state_dict: Mapping[str, Any], can_wait: CanWait) -> Snapshot:
+def take(
+    state_dict: Mapping[str, Any], can_wait: CanWait, describe_shard: DescribeShard
+) -> Snapshot:
     """Take ``state_dict`` apart; copies no tensor yet.
 
     Raises:
         TypeError: it holds a kind of tensor, or an object, that cannot travel to the writer.
     """
     snapshot, stream = Snapshot(), io.BytesIO()
-    extractor = _Extractor(stream, snapshot, can_wait)
-    extractor.dump(len(state_dict))
+    shards = _Descriptions(describe_shard)
+    extractor = _Extractor(stream, snapshot, can_wait, shards)
     for key, value in state_dict.items():
         extractor.key = key
         extractor.dump((key, value))
-    snapshot.payload = stream.getvalue()
+    head = pickle.dumps((shards.count, len(state_dict)))
+    snapshot.payload = b"".join((head, shards.stream.getbuffer(), stream.getbuffer()))
     return snapshot
 
 
-def restore(payload: bytes, arena: Arena) -> dict[str, Any]:
-    """The state dict again, its tensors being views of ``arena``."""
-    unpickler = _Restorer(io.BytesIO(payload), arena)
-    return dict(unpickler.load() for _ in range(unpickler.load()))
+def restore(payload: bytes, arena: Arena, build_shard: BuildShard) -> dict[str, Any]:
+    """The state dict again, its tensors being views of ``arena``; tied ones are one object."""
+    stream = io.BytesIO(payload)
+    num_shards, num_entries = pickle.load(stream)
+    # One unpickler for all of them, which remembers what they share.
+    descriptions = pickle.Unpickler(stream)
+    shards = [descriptions.load() for _ in range(num_shards)]
+    entries = _Restorer(stream, arena, shards, build_shard)
+    return dict(entries.load() for _ in range(num_entries))
 
 
-class StagedShard(torch.Tensor):
-    """This rank's part of a sharded tensor; answers what DCP asks of a DTensor."""
+class _Pickler(pickle.Pickler):
+    """Refuses what the process that writes cannot import."""
 
-    local: torch.Tensor
-    items: list[WriteItem]
-
-    @classmethod
-    def over(cls, local: torch.Tensor, items: list[WriteItem]) -> "StagedShard":
-        """A shard whose elements are ``local``."""
-        shard = torch.Tensor._make_subclass(cls, local)
-        shard.local, shard.items = local, items
-        return shard
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        return [replace(item, index=replace(item.index, fqn=fqn)) for item in self.items]
-
-    def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
-        return self.local
-
-
-class _Extractor(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, snapshot: Snapshot, can_wait: CanWait) -> None:
+    def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.key = ""
-        self._snapshot = snapshot
-        self._can_wait = can_wait
-        # Sources stay alive in the snapshot, so an address means one tensor.
-        self._places: dict[tuple[Any, ...], Place] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if getattr(obj, "__module__", None) == "__main__":
@@ -110,20 +106,56 @@ class _Extractor(pickle.Pickler):
             )
         return NotImplemented
 
+
+class _Descriptions:
+    """The descriptions of sharded tensors, each once."""
+
+    def __init__(self, describe: DescribeShard) -> None:
+        self.stream = io.BytesIO()
+        self.count = 0
+        self._describe = describe
+        self._pickler = _Pickler(self.stream)
+        self._at: dict[Place, list[tuple[int, Any]]] = {}
+
+    def number_of(self, tensor: DTensor, place: Place, key: str) -> int:
+        """The number of the description of ``tensor``, whose local part lies at ``place``."""
+        description = self._describe(tensor)
+        known = self._at.setdefault(place, [])
+        for number, other in known:
+            if description == other:
+                return number  # a tied tensor, which is to come back as one
+        self._pickler.key = key
+        self._pickler.dump(description)
+        known.append((self.count, description))
+        self.count += 1
+        return known[-1][0]
+
+
+class _Extractor(_Pickler):
+    def __init__(
+        self, stream: io.BytesIO, snapshot: Snapshot, can_wait: CanWait, shards: _Descriptions
+    ) -> None:
+        super().__init__(stream)
+        self._snapshot = snapshot
+        self._can_wait = can_wait
+        self._shards = shards
+        # Sources stay alive in the snapshot, so an address means one tensor.
+        self._places: dict[tuple[Any, ...], Place] = {}
+
     def persistent_id(self, obj: Any) -> Place | None:
         if not isinstance(obj, torch.Tensor):
             return None
-        items = None
-        local = obj.detach()
-        if isinstance(local, DTensor):
-            items = _write_items(local)
-            local = local.to_local()
+        whole = obj.detach()
+        local = whole.to_local() if isinstance(whole, DTensor) else whole
         if type(local) not in _PLAIN_TYPES or local.layout is not torch.strided:
             raise TypeError(
                 f"{self.key} holds a tensor of type {type(obj).__name__} ({local.layout}), which cannot be "
                 "staged in shared memory; use --checkpoint.async_mode async."
             )
-        return self._place(local)._replace(items=items)
+        place = self._place(local)
+        if isinstance(whole, DTensor):
+            place = place._replace(shard=self._shards.number_of(whole, place, self.key))
+        return place
 
     def _place(self, local: torch.Tensor) -> Place:
         shape = tuple(local.shape)
@@ -142,16 +174,26 @@ class _Extractor(pickle.Pickler):
 
 
 class _Restorer(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, arena: Arena) -> None:
+    def __init__(
+        self, stream: io.BytesIO, arena: Arena, shards: list[Any], build_shard: BuildShard
+    ) -> None:
         super().__init__(stream)
         self._arena = arena
+        self._shards = shards
+        self._build_shard = build_shard
+        # Tied tensors are one object, and the parts of tied shards one storage: a format that writes
+        # a storage once, as torch.save does, then has it once.
+        self._made: dict[Place, torch.Tensor] = {}
 
     def persistent_load(self, pid: Place) -> torch.Tensor:
-        local = self._arena.tensor(pid.offset, pid.shape, pid.dtype)
-        return local if pid.items is None else StagedShard.over(local, pid.items)
+        if 0 in pid.shape:
+            return self._make(pid)  # empty ones may share an offset without being tied
+        if pid not in self._made:
+            self._made[pid] = self._make(pid)
+        return self._made[pid]
 
-
-def _write_items(tensor: DTensor) -> list[WriteItem]:
-    if tensor.device_mesh.get_coordinate() is None:
-        return []  # of a mesh that this rank has no part in
-    return tensor.__create_write_items__("", tensor)
+    def _make(self, place: Place) -> torch.Tensor:
+        if place.shard is None:
+            return self._arena.tensor(place.offset, place.shape, place.dtype)
+        local = self.persistent_load(place._replace(shard=None))
+        return self._build_shard(local, self._shards[place.shard])

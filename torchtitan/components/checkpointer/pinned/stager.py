@@ -23,11 +23,17 @@ from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.pinned import means, memory, torch_seam
+from torchtitan.components.checkpointer.pinned import means, memory
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
-from torchtitan.components.checkpointer.pinned.snapshot import CanWait, Place, Snapshot, take
+from torchtitan.components.checkpointer.pinned.snapshot import (
+    CanWait,
+    DescribeShard,
+    Place,
+    Snapshot,
+    take,
+)
 from torchtitan.components.checkpointer.pinned.writer_process import WriterProcess
 from torchtitan.components.checkpointer.waiting import (
     explanation,
@@ -49,11 +55,11 @@ class Staged:
     process: WriterProcess
     request: Request
 
-    def deliver(self, storage_writer: Any) -> None:
-        """Let the process save; blocks until the checkpoint is durable."""
-        request = replace(self.request, path=str(storage_writer.path))
+    def deliver(self, job: Any, path: str) -> None:
+        """Let the process do its ``job``, a save to ``path``; blocks until that is durable."""
+        request = replace(self.request, path=path)
         try:
-            request = replace(request, writer=pickle.dumps(storage_writer))
+            request = replace(request, job=pickle.dumps(job))
         except Exception as error:  # sent on, so that it is the error of all ranks
             request = replace(request, failure=portable(error))
         self.process.save(request)
@@ -69,8 +75,17 @@ class SharedMemoryStager:
         group: "dist.ProcessGroup | None",
         timeout: timedelta,
         find_can_wait: Callable[[], CanWait],
+        describe_shard: DescribeShard,
+        program: str,
     ) -> None:
-        """Takes no memory and starts nothing yet; ``group`` is where ranks agree on the writers."""
+        """Takes no memory and starts nothing yet.
+
+        Args:
+            group: where the ranks agree on the writers.
+            find_can_wait: what of the state as it is now may be copied after ``stage``.
+            describe_shard: what the writer has to know of a sharded tensor.
+            program: the module that the writer process runs.
+        """
         self.means = means.find_means(options)
         self.shortages: list[str] = []
         """Why this rank cannot stage any more; empty while it can."""
@@ -79,6 +94,8 @@ class SharedMemoryStager:
         self._group = group
         self._timeout = timeout
         self._find_can_wait = find_can_wait
+        self._describe_shard = describe_shard
+        self._program = program
         self._arena = Arena()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-staging")
         self._snapshot: Snapshot | None = None
@@ -89,13 +106,18 @@ class SharedMemoryStager:
         self._store: dist.Store | None = None
         self._address = ("", 0)
         self._generation = 0
+        self._num_staged = 0
         self._is_open = True
-        torch_seam.open_route()
 
     @property
     def writer_pid(self) -> int | None:
         """The process id of this rank's writer process, if there is one."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """Where the writer processes that are there have met, if there are any."""
+        return None if self._process is None else self._process.meeting
 
     @property
     def has_usable_writer(self) -> bool:
@@ -128,7 +150,7 @@ class SharedMemoryStager:
             timeout=self._timeout,
         )
         try:
-            self._process = WriterProcess(self._arena, meeting)
+            self._process = WriterProcess(self._arena, meeting, program=self._program)
         except OSError as error:
             self._process = None
             self.shortages.append(f"rank {rank} could not start a writer process: {error}")
@@ -153,7 +175,7 @@ class SharedMemoryStager:
         self._snapshot, self._prewarms = None, False
         try:
             plain = {key: _plain(value) for key, value in state_dict.items()}
-            self._snapshot = take(plain, self._find_can_wait())
+            self._snapshot = take(plain, self._find_can_wait(), self._describe_shard)
         except Exception as error:  # of any object in the state; the ranks settle what follows
             self.shortages.append(f"{type(error).__name__}: {error}")
             return
@@ -178,20 +200,24 @@ class SharedMemoryStager:
         self._snapshot = None  # the state will be another one when it is saved
 
     def stage(self, state_dict: Mapping[str, Any]) -> "Future[Staged]":
-        """Begin to copy what was prepared, which is what torch hands over once more.
+        """Begin to copy what was prepared, which is handed over here once more. On all ranks alike.
 
         The future ends when every tensor may change again.
         """
         snapshot, self._snapshot = self._snapshot, None
         assert self._process is not None and snapshot is not None
+        self._num_staged += 1
         failed: Future[Staged] = Future()
+        request = Request(
+            path="", mapped_bytes=0, payload_offset=0, payload_bytes=0, attempt=self._num_staged
+        )
         try:
-            request = self._put_payload(snapshot)
+            request = self._put_payload(snapshot, request)
             self._copy(snapshot.at_once)
             begun = self._mark()
             return self._executor.submit(self._finish, self._process, request, snapshot, begun)
         except Exception as error:  # travels through the writers, to all ranks
-            failed.set_result(_failed(self._process, error))
+            failed.set_result(_failed(self._process, request, error))
         return failed
 
     def close(self) -> None:
@@ -204,7 +230,6 @@ class SharedMemoryStager:
         if self._process is not None:
             self._process.end()
         self._process = self._store = None
-        torch_seam.close_route()
         try:
             result_within(idle, limit_seconds)
         except WaitExpiredError:
@@ -228,7 +253,7 @@ class SharedMemoryStager:
                     self._copy(snapshot.later)
                 self._stream.synchronize()
         except Exception as error:  # likewise
-            return _failed(process, error)
+            return _failed(process, request, error)
         finally:
             # They keep tensors alive that the run may have replaced.
             snapshot.at_once.clear()
@@ -269,11 +294,11 @@ class SharedMemoryStager:
                 "The memory for staging could not be pinned; copies into it will be slower."
             )
 
-    def _put_payload(self, snapshot: Snapshot) -> Request:
+    def _put_payload(self, snapshot: Snapshot, request: Request) -> Request:
         offset = aligned(snapshot.size_bytes)
         self._arena.write(offset, snapshot.payload)
-        return Request(
-            path="",
+        return replace(
+            request,
             mapped_bytes=self._arena.size_bytes,
             payload_offset=offset,
             payload_bytes=len(snapshot.payload),
@@ -296,8 +321,5 @@ def _plain(value: Any) -> Any:
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
-def _failed(process: WriterProcess, error: Exception) -> Staged:
-    request = Request(
-        path="", mapped_bytes=0, payload_offset=0, payload_bytes=0, failure=portable(error)
-    )
-    return Staged(process, request)
+def _failed(process: WriterProcess, request: Request, error: Exception) -> Staged:
+    return Staged(process, replace(request, failure=portable(error)))

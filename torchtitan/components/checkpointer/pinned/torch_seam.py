@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import _async_process_executor as torch_execut
 class Deliverable(Protocol):
     """A staged state dict that knows the process which writes it."""
 
-    def deliver(self, storage_writer: Any) -> None:
-        """Block until it is durable; raise what failed."""
+    def deliver(self, job: Any, path: str) -> None:
+        """Let the process write to ``path`` by ``job``; block until that is durable, raise what failed."""
         ...
 
 
@@ -50,7 +50,7 @@ class _Router:
 
     def save(self, staged_state_dict: Any, *, storage_writer: Any = None, **others: Any) -> Any:
         if isinstance(staged_state_dict, Deliverable):
-            return staged_state_dict.deliver(storage_writer)
+            return staged_state_dict.deliver(storage_writer, str(storage_writer.path))
         if self._previous is None:
             raise RuntimeError(
                 "torch was asked to save in a process of its own while a run saves with "

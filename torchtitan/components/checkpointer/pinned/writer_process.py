@@ -20,11 +20,10 @@ from torchtitan.tools.logging import logger
 # Deaf to signals before the seconds that importing torch takes: a scheduler signals every process of
 # a job, and the trainer then wants to finish the save in flight.
 _BOOTSTRAP = """
-import signal
+import importlib, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
-from torchtitan.components.checkpointer.pinned.writer_main import main
-main()
+importlib.import_module(sys.argv[1]).main()
 """
 # For the kernel to take a killed process down; one that hangs in a call to a disk outlives SIGKILL.
 _END_SECONDS = 10.0
@@ -37,13 +36,14 @@ class WriterDiedError(RuntimeError):
 class WriterProcess:
     """Starts a process that writes what lies in ``arena``, together with those of the other ranks."""
 
-    def __init__(self, arena: Arena, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, arena: Arena, meeting: Meeting, *, program: str) -> None:
+        """``program`` is the module whose ``main`` the process runs; see serving.py."""
+        self.meeting = meeting
         self._timeout = meeting.timeout
         self._connection, theirs = multiprocessing.Pipe()
         # The kernel's own notice of death follows the thread that starts the process, not the trainer.
         follows_thread = threading.current_thread() is threading.main_thread()
-        arguments = [theirs.fileno(), arena.fd, os.getpid(), int(follows_thread)]
+        arguments = [program, theirs.fileno(), arena.fd, os.getpid(), int(follows_thread)]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, arguments)],
@@ -62,7 +62,7 @@ class WriterProcess:
         self._in_use = threading.Lock()
 
     def __str__(self) -> str:
-        return f"the writer process {self.pid} of rank {self._meeting.rank}"
+        return f"the writer process {self.pid} of rank {self.meeting.rank}"
 
     @property
     def is_usable(self) -> bool:
@@ -78,9 +78,9 @@ class WriterProcess:
         with self._in_use:
             reply = self._ask(request)
         if reply.failure is not None:
-            # DCP's own error is one that all ranks have agreed on; after any other one the ranks
-            # stand at different places of the protocol.
-            self._is_out_of_step = isinstance(reply.failure, Exception)
+            # After an error that they have not agreed on, the ranks stand at different places of
+            # the protocol.
+            self._is_out_of_step = not reply.is_agreed
             raise reply.failure
 
     def _ask(self, request: Request) -> Reply:
@@ -93,7 +93,7 @@ class WriterProcess:
             self._is_out_of_step = True
             obituary = self._obituary()
             if not was_ended:
-                report_death(self._meeting, obituary)
+                report_death(self.meeting, obituary, request.attempt)
             raise WriterDiedError(obituary) from error
         if reply is None:
             how = "was ended" if self._kill() else "was killed, but the kernel still holds it"

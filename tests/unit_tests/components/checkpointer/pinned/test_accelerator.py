@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 from torchtitan.components.checkpointer.pinned import arena as arena_module, means
 from torchtitan.components.checkpointer.pinned.arena import Arena
+from torchtitan.components.checkpointer.pinned.dcp_shards import describe
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 
 DEVICE = torch.device("cuda", 3)
@@ -72,6 +73,8 @@ def test_copies_follow_what_the_training_stream_has_begun_and_the_future_follows
         group=None,
         timeout=timedelta(seconds=30),
         find_can_wait=lambda: lambda key, tensor: key == "weight",
+        describe_shard=describe,
+        program="a.program",
     )
     stager._process = MagicMock()
     copy = stager._copy
@@ -169,6 +172,8 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(
         group=None,
         timeout=timedelta(seconds=30),
         find_can_wait=lambda: lambda key, tensor: True,
+        describe_shard=describe,
+        program="a.program",
     )
     stager._process = MagicMock()
     stager.prepare({"w": torch.ones(3)})

@@ -9,10 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from torchtitan.components.checkpointer.pinned.meeting import (
-    join,
+    ALL_HERE,
+    committed_key,
+    connect,
     Meeting,
+    open_store,
     report_death,
     WriterMissingError,
+    written_key,
 )
 
 
@@ -32,14 +36,13 @@ def meeting(store: dist.TCPStore, rank: int, *, generation: int = 1) -> Meeting:
     )
 
 
-def joined(meetings: list[Meeting]) -> tuple[list[threading.Thread], list[Any]]:
-    """Threads that join, and what becomes of them; the process group is only asked for."""
+def connecting(meetings: list[Meeting]) -> tuple[list[threading.Thread], list[Any]]:
+    """Threads that connect, and what becomes of them."""
     ends: list[Any] = []
 
     def end(one: Meeting) -> None:
         try:
-            join(one)
-            ends.append("joined")
+            ends.append(connect(one))
         except WriterMissingError as error:
             ends.append(str(error))
 
@@ -49,40 +52,55 @@ def joined(meetings: list[Meeting]) -> tuple[list[threading.Thread], list[Any]]:
     return threads, ends
 
 
-def test_writers_go_on_once_all_have_come(store: dist.TCPStore) -> None:
-    with patch.object(dist, "init_process_group") as init:
-        threads, ends = joined([meeting(store, rank) for rank in range(3)])
-        for thread in threads:
-            thread.join(30)
-    assert ends == ["joined"] * 3
-    assert sorted(call.kwargs["rank"] for call in init.mock_calls) == [0, 1, 2]
+def test_writers_go_on_once_all_have_come_with_one_store(store: dist.TCPStore) -> None:
+    threads, stores = connecting([meeting(store, rank) for rank in range(3)])
+    for thread in threads:
+        thread.join(30)
+    stores[0].set("from one", "to all")
+    assert [there.get("from one") for there in stores] == [b"to all"] * 3
     # A report that comes later changes nothing: they feel the end of a connection.
-    report_death(meeting(store, 2), "killed")
+    report_death(meeting(store, 2), "killed", 1)
+
+
+def test_a_writer_that_is_alone_needs_no_other_process() -> None:
+    alone = Meeting(
+        rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=1)
+    )
+    assert isinstance(connect(alone), dist.HashStore)
+    report_death(alone, "killed", 1)
 
 
 def test_a_death_ends_the_wait_of_the_others_and_tells_them_why(store: dist.TCPStore) -> None:
     reason = "the writer process 7 of rank 2 was ended by SIGKILL"
-    with patch.object(dist, "init_process_group") as init:
-        threads, ends = joined([meeting(store, rank) for rank in range(2)])
-        report_death(meeting(store, 2), reason)
-        for thread in threads:
-            thread.join(30)
-    assert ends == [reason] * 2 and not init.called
+    threads, ends = connecting([meeting(store, rank) for rank in range(2)])
+    report_death(meeting(store, 2), reason, 1)
+    for thread in threads:
+        thread.join(30)
+    assert ends == [reason] * 2
 
 
-def test_the_next_attempt_knows_nothing_of_a_death_before_it(store: dist.TCPStore) -> None:
-    report_death(meeting(store, 2), "killed")
-    with patch.object(dist, "init_process_group"):
-        threads, ends = joined([meeting(store, rank, generation=2) for rank in range(3)])
-        for thread in threads:
-            thread.join(30)
-    assert ends == ["joined"] * 3
+def test_a_death_in_a_save_is_told_where_that_save_is_committed_and_in_no_other(
+    store: dist.TCPStore,
+) -> None:
+    there = open_store(meeting(store, 0), timedelta(seconds=30))
+    there.set(written_key(4), ALL_HERE)
+    report_death(meeting(store, 2), "killed", 4)
+    # What all ranks have reached stays reached.
+    assert there.get(written_key(4)) == ALL_HERE.encode()
+    assert there.get(committed_key(4)) == b"killed"
+    report_death(meeting(store, 1), "killed as well", 5)
+    assert there.get(written_key(5)) == there.get(committed_key(5)) == b"killed as well"
+    assert not there.check([written_key(3)]) and not there.check([committed_key(6)])
+
+
+def test_the_next_attempt_to_meet_knows_nothing_of_a_death_before_it(store: dist.TCPStore) -> None:
+    report_death(meeting(store, 2), "killed", 1)
+    threads, stores = connecting([meeting(store, rank, generation=2) for rank in range(3)])
+    for thread in threads:
+        thread.join(30)
+    assert not any(there.check([committed_key(1)]) for there in stores) and len(stores) == 3
 
 
 def test_a_report_to_nobody_is_no_error(store: dist.TCPStore) -> None:
-    alone = Meeting(
-        rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=1)
-    )
-    report_death(alone, "killed")
     with patch.object(dist, "TCPStore", side_effect=dist.DistNetworkError("refused")):
-        report_death(meeting(store, 1), "killed")
+        report_death(meeting(store, 1), "killed", 1)

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Partial, Replicate, Shard
 from torchtitan.components.checkpointer.pinned.arena import ALIGNMENT, Arena
-from torchtitan.components.checkpointer.pinned.snapshot import restore, Snapshot, StagedShard, take
+from torchtitan.components.checkpointer.pinned.dcp_shards import build, describe, StagedShard
+from torchtitan.components.checkpointer.pinned.snapshot import restore, Snapshot, take
 
 
 def always(key: str, tensor: torch.Tensor) -> bool:
@@ -18,11 +19,11 @@ def always(key: str, tensor: torch.Tensor) -> bool:
 
 
 def copied(state: dict[str, Any], arena: Arena) -> tuple[Snapshot, dict[str, Any]]:
-    snapshot = take(state, always)
+    snapshot = take(state, always, describe)
     arena.reserve(snapshot.size_bytes + 1)
     for source, place in snapshot.later:
         arena.tensor(place.offset, place.shape, place.dtype).copy_(source)
-    return snapshot, restore(snapshot.payload, arena)
+    return snapshot, restore(snapshot.payload, arena, build)
 
 
 def test_every_kind_of_value_comes_back_and_none_is_shared() -> None:
@@ -74,7 +75,7 @@ def test_places_do_not_overlap_and_are_aligned() -> None:
 
 def test_what_cannot_wait_is_told_from_what_can() -> None:
     state = {"still": torch.ones(1), "other": {"moving": torch.zeros(1)}}
-    snapshot = take(state, lambda key, tensor: key == "still")
+    snapshot = take(state, lambda key, tensor: key == "still", describe)
     assert [float(source) for source, _ in snapshot.later] == [1.0]
     assert [float(source) for source, _ in snapshot.at_once] == [0.0]
 
@@ -103,7 +104,7 @@ def test_a_class_of_the_program_that_was_started_is_named_because_no_other_proce
     found = type("Position", (), {"__module__": "__main__"})
     for value in (found(), [{"deep": found}]):
         with pytest.raises(TypeError, match="dataloader holds .*Position.* into a module"):
-            take({"dataloader": value}, always)
+            take({"dataloader": value}, always, describe)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -111,6 +112,6 @@ def test_a_tensor_that_cannot_travel_is_named() -> None:
     mesh = init_device_mesh("cpu", (1,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(ValueError, match="partial placements"):
-        take({"w": partial}, always)
+        take({"w": partial}, always, describe)
     with pytest.raises(TypeError, match="optimizer holds a tensor of type Tensor .*sparse"):
-        take({"optimizer": [torch.eye(2).to_sparse()]}, always)
+        take({"optimizer": [torch.eye(2).to_sparse()]}, always, describe)

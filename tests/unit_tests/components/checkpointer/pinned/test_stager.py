@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 from torchtitan.components.checkpointer import waiting
-from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.pinned import memory, stager as stager_module
 from torchtitan.components.checkpointer.pinned.arena import Arena
+from torchtitan.components.checkpointer.pinned.dcp_shards import build, describe
 from torchtitan.components.checkpointer.pinned.meeting import Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import restore
@@ -28,8 +28,9 @@ class ProcessInThisOne:
 
     made: list["ProcessInThisOne"] = []
 
-    def __init__(self, arena: Arena, meeting: Meeting) -> None:
-        self.arena, self.meeting, self.is_usable = arena, meeting, True
+    def __init__(self, arena: Arena, meeting: Meeting, *, program: str) -> None:
+        self.arena, self.meeting, self.program = arena, meeting, program
+        self.is_usable = True
         self.requests: list[Request] = []
         self.is_open = True
         self.pid = 1
@@ -42,7 +43,7 @@ class ProcessInThisOne:
         request = self.requests[-1]
         there = Arena(os.dup(self.arena.fd))
         there.attach(request.mapped_bytes)
-        state = restore(there.read(request.payload_offset, request.payload_bytes), there)
+        state = restore(there.read(request.payload_offset, request.payload_bytes), there, build)
         there.close()
         return state
 
@@ -59,6 +60,8 @@ def stager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedMemoryStager]:
         group=None,
         timeout=timedelta(seconds=30),
         find_can_wait=lambda: lambda key, tensor: key == "still",
+        describe_shard=describe,
+        program="a.program",
     )
     yield made
     made.close()
@@ -93,13 +96,14 @@ def test_only_what_the_optimizer_alone_changes_is_copied_in_the_background(
     assert not future.done()
     weight.fill_(1.0)
     gate.set()
-    future.result(30).deliver(DurableFileSystemWriter("/a/path"))
+    future.result(30).deliver({"a": "job"}, "/a/path")
     weight.fill_(9.0)
     saved = process_of(stager).saved()
     assert saved["moving"].tolist() == [0, 0] and saved["plain"] == {"rows": [1]}
     assert saved["still"].tolist() == [1, 1]
     assert process_of(stager).requests[0].path == "/a/path"
-    assert isinstance(pickle.loads(process_of(stager).requests[0].writer), DurableFileSystemWriter)
+    assert pickle.loads(process_of(stager).requests[0].job) == {"a": "job"}
+    assert process_of(stager).program == "a.program"
 
 
 def test_state_that_changes_its_structure_is_saved_whole_in_memory_that_grows(
@@ -109,7 +113,7 @@ def test_state_that_changes_its_structure_is_saved_whole_in_memory_that_grows(
     for size in (10, 3_000_000, 20):
         weight = torch.full((size,), float(size))
         state = {"still": weight, f"key {size}": [torch.tensor(size)]}
-        stage(stager, state).deliver(DurableFileSystemWriter("/a"))
+        stage(stager, state).deliver(None, "/a")
         saved = process_of(stager).saved()
         assert saved.keys() == state.keys() and torch.equal(saved["still"], weight)
         assert saved[f"key {size}"][0] == size
@@ -188,25 +192,23 @@ def test_a_failed_copy_travels_to_the_writer_as_the_failure_of_the_save(
     stager.start_writer()
     with patch.object(stager, "_copy", side_effect=[None, RuntimeError("the device is lost")]):
         staged = stage(stager, {"still": torch.ones(2)})
-    staged.deliver(DurableFileSystemWriter("/a"))
+    staged.deliver(None, "/a")
     request = process_of(stager).requests[0]
     assert "the device is lost" in str(request.failure) and request.path == "/a"
 
 
-def test_a_writer_that_does_not_pickle_fails_the_save_and_not_the_delivery(
+def test_a_job_that_does_not_pickle_fails_the_save_and_not_the_delivery(
     stager: SharedMemoryStager,
 ) -> None:
     stager.start_writer()
-    writer = DurableFileSystemWriter("/a")
-    writer.callback = lambda: None  # pyrefly: ignore[missing-attribute]  (any attribute will do)
-    stage(stager, {}).deliver(writer)
+    stage(stager, {}).deliver(lambda: None, "/a")
     assert "lambda" in str(process_of(stager).requests[0].failure)
 
 
 def test_a_process_that_cannot_be_started_is_a_shortage(
     stager: SharedMemoryStager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_processes(arena: Arena, meeting: Meeting) -> Any:
+    def out_of_processes(arena: Arena, meeting: Meeting, *, program: str) -> Any:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(stager_module, "WriterProcess", out_of_processes)

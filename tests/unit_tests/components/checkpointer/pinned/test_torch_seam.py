@@ -29,8 +29,8 @@ class Delivered:
         self.state_dict = state_dict
         return self.future
 
-    def deliver(self, storage_writer: Any) -> None:
-        self.writers.append(storage_writer)
+    def deliver(self, job: Any, path: str) -> None:
+        self.writers.append((job, path))
         self.threads.append(threading.current_thread())
         if self.error is not None:
             raise self.error
@@ -56,8 +56,8 @@ def test_a_save_is_delivered_once_in_a_thread_of_its_own_after_staging(tmp_path:
     stager.future.set_result(stager)
     response.staging_completion.result(30)
     response.upload_completion.result(30)
-    (writer,), (thread,) = stager.writers, stager.threads
-    assert str(writer.path) == str(tmp_path) and thread is not threading.main_thread()
+    ((writer, path),), (thread,) = stager.writers, stager.threads
+    assert str(writer.path) == path == str(tmp_path) and thread is not threading.main_thread()
     torch_seam.close_route()
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import cause_of
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
+from torchtitan.components.checkpointer.pinned.dcp_shards import describe
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import take
 from torchtitan.components.checkpointer.pinned.writer_main import save
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def request_for(path: Path, state: dict[str, Any], arena: Arena, **changes: Any) -> Request:
-    snapshot = take(state, lambda key, tensor: True)
+    snapshot = take(state, lambda key, tensor: True, describe)
     offset = aligned(snapshot.size_bytes)
     arena.reserve(offset + len(snapshot.payload))
     for source, place in snapshot.later:
@@ -30,21 +32,21 @@ def request_for(path: Path, state: dict[str, Any], arena: Arena, **changes: Any)
         "mapped_bytes": arena.size_bytes,
         "payload_offset": offset,
         "payload_bytes": len(snapshot.payload),
-        "writer": pickle.dumps(DurableFileSystemWriter(str(path))),
+        "job": pickle.dumps(DurableFileSystemWriter(str(path))),
     }
     return Request(**{**fields, **changes})
 
 
 def failure_of(request: Request, arena: Arena, trainer_pid: int) -> str:
     with pytest.raises(torch_dcp.CheckpointException) as failed:
-        save(request, arena, trainer_pid)
+        save(request, arena, dist.HashStore(), trainer_pid)
     return cause_of(failed.value)
 
 
 def test_a_request_becomes_a_checkpoint(tmp_path: Path) -> None:
     arena = Arena()
     request = request_for(tmp_path / "step-1", {"w": torch.arange(3.0), "n": {"a": 4}}, arena)
-    save(request, arena, os.getppid())
+    save(request, arena, dist.HashStore(), os.getppid())
     found = {"w": torch.zeros(3), "n": {"a": 0}}
     torch_dcp.load(found, checkpoint_id=str(tmp_path / "step-1"))
     assert found["w"].tolist() == [0, 1, 2] and found["n"] == {"a": 4}
@@ -65,7 +67,7 @@ def test_nothing_is_committed_once_the_trainer_is_gone(tmp_path: Path) -> None:
     "changes,text",
     [
         ({"failure": RuntimeError("the copy failed")}, "the copy failed"),
-        ({"writer": b"no pickle"}, "UnpicklingError"),
+        ({"job": b"no pickle"}, "UnpicklingError"),
         ({"payload_bytes": 3}, "rank 0"),
     ],
 )

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torchtitan.components.checkpointer import waiting
+from torchtitan.components.checkpointer.dcp_pinned import WRITER_PROGRAM
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
+from torchtitan.components.checkpointer.pinned.dcp_shards import describe
 from torchtitan.components.checkpointer.pinned.meeting import Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import take
@@ -41,12 +43,12 @@ def start(arena: Arena) -> WriterProcess:
     alone = Meeting(
         rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=60)
     )
-    _started.append(WriterProcess(arena, alone))
+    _started.append(WriterProcess(arena, alone, program=WRITER_PROGRAM))
     return _started[-1]
 
 
 def request_for(arena: Arena, writer: Any) -> Request:
-    snapshot = take({"w": torch.zeros(3)}, lambda key, tensor: True)
+    snapshot = take({"w": torch.zeros(3)}, lambda key, tensor: True, describe)
     offset = aligned(snapshot.size_bytes)
     arena.reserve(offset + len(snapshot.payload))
     arena.write(offset, snapshot.payload)
@@ -55,7 +57,7 @@ def request_for(arena: Arena, writer: Any) -> Request:
         mapped_bytes=arena.size_bytes,
         payload_offset=offset,
         payload_bytes=len(snapshot.payload),
-        writer=pickle.dumps(writer),
+        job=pickle.dumps(writer),
     )
 
 
@@ -144,6 +146,7 @@ def test_a_process_that_sigkill_does_not_end_is_left_behind_in_time(
         Meeting(
             rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=0.1)
         ),
+        program=WRITER_PROGRAM,
     )
     with pytest.raises(TimeoutError, match="timeout_seconds.* was killed, but the kernel still"):
         process.save(Request(path="", mapped_bytes=0, payload_offset=0, payload_bytes=0))
