@@ -45,7 +45,8 @@ def decode(value: Any) -> Any:
             return {}
         if value.keys() == {_TUPLE}:
             return tuple(decode(item) for item in value[_TUPLE])
-        return {_decode_key(key): decode(item) for key, item in value.items()}
+        # Of a dict that is empty on one rank and holds something on another, both are read.
+        return {_decode_key(key): decode(item) for key, item in value.items() if key != _EMPTY}
     return [decode(item) for item in value] if type(value) is list else value
 
 

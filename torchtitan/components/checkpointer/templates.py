@@ -211,7 +211,7 @@ def _place_for(entry: SavedEntry, live: Any) -> Any:
         return None  # any value may take this place
     if not isinstance(live, torch.Tensor):
         return torch.empty(entry.shape, dtype=entry.dtype)
-    if tuple(live.shape) == entry.shape and live.dtype == entry.dtype:
+    if tuple(live.shape) == entry.shape and live.dtype == entry.dtype and not _is_expanded(live):
         return live
     if isinstance(live, DTensor):
         return empty(
@@ -221,3 +221,11 @@ def _place_for(entry: SavedEntry, live: Any) -> Any:
             placements=live.placements,
         )
     return torch.empty(entry.shape, dtype=entry.dtype, device=live.device)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether one element in memory stands for several, which nothing can be copied into."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return any(
+        size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)
+    )

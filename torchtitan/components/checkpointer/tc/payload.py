@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.nesting import encode
 from torchtitan.components.checkpointer.state import flatten_states, MODEL, OPTIMIZER
+from torchtitan.components.checkpointer.tc.leaves import leaves, require_distinct_names
 
 
 def payload_of(
@@ -32,18 +34,14 @@ def payload_of(
         CheckpointSaveError: the state of some rank cannot be had.
     """
     payload: dict[str, Any] = {}
-    digests: dict[str, bytes] = {}
+    digests: dict[str, bytes | None] = {}
     failure = None
     try:
-        payload = {key: _state_dict_of(key, state) for key, state in states.items()}
+        for key, state in states.items():
+            payload[key], digests[key] = _item(key, state)
         flatten_states(payload, model=payload.get(MODEL))  # the names must not hide each other
-        digests = {
-            key: hashlib.sha256(pickle.dumps(value)).digest()
-            for key, value in payload.items()
-            if key not in (MODEL, OPTIMIZER) and not _has_shards(value)
-        }
     except Exception as error:  # of any object in the state
-        failure = f"rank {_rank(group)}: {type(error).__name__}: {error}"
+        failure = f"rank {_rank(group)}: {error}"
     found = gather((failure, digests), group)
     if failures := [one for one, _ in found if one is not None]:
         raise CheckpointSaveError(
@@ -53,13 +51,28 @@ def payload_of(
     return {
         key: value
         for key, value in payload.items()
-        if key not in digests or all(others.get(key) != digests[key] for others in below)
+        if digests[key] is None or all(others.get(key) != digests[key] for others in below)
     }
 
 
-def _state_dict_of(key: str, state: Any) -> Any:
-    value = state.state_dict() if isinstance(state, Stateful) else state
-    return value if key in (MODEL, OPTIMIZER) else encode(value)
+def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
+    """What is saved of a state; and its digest, if it may be equal on all ranks."""
+    try:
+        value = state.state_dict() if isinstance(state, Stateful) else state
+        if key in (MODEL, OPTIMIZER):
+            return value, None
+        value = encode(value)
+        require_distinct_names(key, value)
+        if not _has_shards(value):
+            return value, hashlib.sha256(pickle.dumps(value)).digest()
+        for _, leaf in leaves(value):
+            if not isinstance(leaf, torch.Tensor):
+                pickle.dumps(leaf)  # what cannot be is found here, before a save has begun
+        return value, None
+    except Exception as error:
+        raise RuntimeError(
+            f"the state {key} cannot be saved: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _has_shards(tree: Any) -> bool:

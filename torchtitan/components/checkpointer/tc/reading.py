@@ -41,14 +41,12 @@ from torchtitan.components.checkpointer.state import (
     TRAIN_STATE,
 )
 from torchtitan.components.checkpointer.tc.index import MARKER
+from torchtitan.components.checkpointer.tc.leaves import leaves, name_of, path_of
 from torchtitan.components.checkpointer.tc.library import PlainMetadata
 from torchtitan.components.checkpointer.templates import SavedEntry, templates
 from torchtitan.tools.errors import portable
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
-
-Nested = tuple[str | int, ...]
-"""Where something lies in the state dict of an item."""
 
 _ITEM_FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9][0-9]*)\.pt", re.ASCII)
 _NUM_READERS = 16
@@ -83,10 +81,10 @@ def look(storage: Storage, path: str) -> Saved:
         trees = list(readers.map(lambda one: _read(storage, Path(path, one[1])), files))
     # The lowest rank is the last to speak, so what ranks share is that of the lowest.
     for (key, _), tree in reversed(list(zip(files, trees, strict=True))):
-        for nested, value in _leaves(tree):
+        for nested, value in leaves(tree):
             if not isinstance(value, torch.Tensor):
-                name = _name(key, nested)
-                outline[name] = SavedEntry(path=_path(key, nested), shape=None, dtype=None)
+                name = name_of(key, nested)
+                outline[name] = SavedEntry(path=path_of(key, nested), shape=None, dtype=None)
                 values[name] = value
     return Saved(outline=outline, values=values)
 
@@ -137,7 +135,7 @@ def restore(
     into = {
         key: tree
         for key, tree in trees.items()
-        if any(isinstance(value, torch.Tensor) for _, value in _leaves(tree))
+        if any(isinstance(value, torch.Tensor) for _, value in leaves(tree))
     }
     _read_on_all_ranks(lambda: read(into), source.path, group)
     filled = {key: _put(key, tree, saved.values) for key, tree in trees.items()}
@@ -177,8 +175,8 @@ def _tensors(metadata: DistributedMetadata) -> Iterator[tuple[str, SavedEntry]]:
             sharding = groups[0].sharding_metadata
             assert isinstance(sharding, DTensorShardingMetadata)
             dtype = getattr(torch, sharding.dtype.removeprefix("torch."))
-            path = _path(key, nested)
-            yield _name(key, nested), SavedEntry(
+            path = path_of(key, nested)
+            yield name_of(key, nested), SavedEntry(
                 path=path, shape=tuple(sharding.global_shape), dtype=dtype
             )
 
@@ -250,34 +248,11 @@ def _read_on_all_ranks(
 
 def _put(key: str, tree: Any, values: Mapping[str, Any]) -> Any:
     """``tree`` with the saved values in their places, which for a dict is done in place."""
-    for nested, value in list(_leaves(tree)):
-        name = _name(key, nested)
+    for nested, value in list(leaves(tree)):
+        name = name_of(key, nested)
         if isinstance(value, torch.Tensor) or name not in values:
             continue
         if not nested:
             return values[name]
         set_element(tree, nested, values[name])
     return tree
-
-
-def _leaves(tree: Any, nested: Nested = ()) -> Iterator[tuple[Nested, Any]]:
-    """(where, what) of all that is not a container; a list of plain values is one value, as in DCP."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _leaves(value, (*nested, key))
-    elif isinstance(tree, list) and any(isinstance(one, _DEEP) for one in tree):
-        for index, value in enumerate(tree):
-            yield from _leaves(value, (*nested, index))
-    else:
-        yield nested, tree
-
-
-_DEEP = (Mapping, list, torch.Tensor)
-
-
-def _path(key: str, nested: Nested) -> Nested:
-    return nested if key == MODEL else (key, *nested)
-
-
-def _name(key: str, nested: Nested) -> str:
-    return ".".join(str(part) for part in _path(key, nested))

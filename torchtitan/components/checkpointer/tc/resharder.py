@@ -7,15 +7,20 @@ is true of every run, or passes over without a word, is settled here before a by
 - A layout that torch cannot describe to the library is read back wrong; it is refused.
 - Files of the same layout are read whole, by another path that restores other things. Here the path
   is always the same, which reads only what it needs.
+- Tensors that begin at the same address are taken for one, and all but the last of them are left out.
+  Here only those are that are the same tensor.
 """
 
 import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard, Shard
-from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.default_resharder import _collect_leaf_values, DefaultResharder
 from torch_checkpointing.distributed_metadata import (
     DistributedItemMetadata,
     GlobalObjectMetadata,
@@ -26,7 +31,9 @@ from torch_checkpointing.dtensor_metadata import (
     get_device_mesh_spec,
     ReplicateSpec,
 )
+from torch_checkpointing.resharding import LoadPlan
 from torch_checkpointing.resharding_utils import convert_nested_path_dict_to_fqn
+from torch_checkpointing.storage.base_storage import Storage
 from torch_checkpointing.types import CheckpointPath, NestedPath
 from torch_checkpointing.walk_utils import walk_checkpoint_structure
 
@@ -71,6 +78,40 @@ class Resharder(DefaultResharder):
     ) -> bool:
         """Always: one way to read, whatever the layout."""
         return source_metadata is not None and target_metadata is not None
+
+    def _execute_load_plans(
+        self,
+        source_path: Path,
+        source_metadata: DistributedItemMetadata,
+        item_key: str,
+        nested_path_to_load_plans: dict[NestedPath, list[LoadPlan]],
+        target: Any,
+        storage: Storage,
+    ) -> None:
+        # In rounds, in none of which two tensors begin at the same address.
+        targets = _collect_leaf_values(item_key, target)
+        for paths in _rounds({path: targets[path] for path in nested_path_to_load_plans}):
+            plans = {path: nested_path_to_load_plans[path] for path in paths}
+            super()._execute_load_plans(
+                source_path, source_metadata, item_key, plans, target, storage
+            )
+
+
+def _rounds(targets: Mapping[NestedPath, torch.Tensor]) -> list[list[NestedPath]]:
+    """The paths to read one after the other; of several for the same tensor, the last."""
+    distinct: dict[Any, NestedPath] = {}
+    for path, tensor in targets.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        address = local.data_ptr() if local.numel() > 0 else path
+        distinct[address, tuple(local.shape), local.stride(), local.dtype] = path
+    num_at: Counter[Any] = Counter()
+    rounds: list[list[NestedPath]] = []
+    for (address, *_), path in distinct.items():
+        if num_at[address] == len(rounds):
+            rounds.append([])
+        rounds[num_at[address]].append(path)
+        num_at[address] += 1
+    return rounds
 
 
 def one_of_each_plain(
