@@ -26,20 +26,17 @@ from torchtitan.components.checkpointer.dcp_pinned import PinnedSession
 from torchtitan.components.checkpointer.dcp_reading import restore
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind
-from torchtitan.components.checkpointer.errors import (
-    CheckpointSaveError,
-    CheckpointSaveTimeoutError,
-)
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.formats import (
     CheckpointFiles as _FilesystemCheckpointStorage,
     DCP,
 )
 from torchtitan.components.checkpointer.in_flight import (
-    await_save,
     await_staging,
-    FAILURES,
+    failure_of,
     saving,
     told_as_save_error,
+    wait_for_saving,
 )
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
@@ -281,13 +278,7 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _settle_previous(self, asked: str, last_step: bool) -> CheckpointSaveError | None:
         """Wait for the save in flight; what it failed with."""
-        failure: CheckpointSaveError | None = None
-        try:
-            self.maybe_wait_for_saving()
-        except CheckpointSaveTimeoutError:
-            raise  # it may still be running, and the ranks in the middle of it
-        except CheckpointSaveError as error:
-            failure = error
+        failure = failure_of(self.maybe_wait_for_saving)
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
             state_of = None if last_step else self._flattened_model_states_sd
             failure, self.async_mode = self._pinned_session().settle(asked, failure, state_of)
@@ -308,9 +299,7 @@ class CheckpointManager(BaseCheckpointManager):
         else:
             self.save_future = result
         if self.save_future is not None and self._report is not None:
-            # First, because a save that is done already reports from within the next line.
-            self._report.handed_over()
-            self.save_future.add_done_callback(self._report.completed)
+            self._report.follow(self.save_future)
 
     def _save_last_step(self, curr_step: int) -> None:
         checkpoint_id = self._create_checkpoint_id(curr_step)
@@ -356,24 +345,7 @@ class CheckpointManager(BaseCheckpointManager):
     def _wait_for_saving(self) -> None:
         if self.async_mode is AsyncMode.DISABLED:
             raise RuntimeError("A save is in flight although async_mode is disabled.")
-        if self.save_future is None:
-            return
-        # Cleared before it is awaited: an error is raised once, and the next save starts clean.
-        future, self.save_future = self.save_future, None
-        limit_seconds = 0 if self._gave_up else self.timeout_seconds
-        self._gave_up = False
-        try:
-            await_save(future, self.async_mode, self._report, limit_seconds)
-        except CheckpointSaveTimeoutError:
-            # It may still be running: the next save must not begin, and close() need not wait again.
-            self.save_future, self._gave_up = future, True
-            raise
-        except FAILURES:
-            raise
-        except BaseException:
-            # Ctrl-C: it is still in flight, and close() has to wait for it.
-            self.save_future = future
-            raise
+        wait_for_saving(self, self.async_mode)
 
     def _close(self) -> None:
         try:

@@ -102,7 +102,7 @@ class _Pickler(pickle.Pickler):
         if getattr(obj, "__module__", None) == "__main__":
             raise TypeError(
                 f"{self.key} holds {obj!r}, of the program that was started, which the process that "
-                "writes does not have; move its class into a module, or use --checkpoint.async_mode async."
+                "writes does not have; move its class into a module."
             )
         return NotImplemented
 
@@ -150,7 +150,7 @@ class _Extractor(_Pickler):
         if type(local) not in _PLAIN_TYPES or local.layout is not torch.strided:
             raise TypeError(
                 f"{self.key} holds a tensor of type {type(obj).__name__} ({local.layout}), which cannot be "
-                "staged in shared memory; use --checkpoint.async_mode async."
+                "staged in shared memory; use --checkpoint.backend dcp with --checkpoint.async_mode async."
             )
         place = self._place(local)
         if isinstance(whole, DTensor):
