@@ -97,10 +97,7 @@ def settle(
         shortages = [shortage for found in gather([*stager.shortages], group) for shortage in found]
     if shortages:
         # The memory of one rank does not get larger by waiting, and a mode is one of all ranks.
-        logger.warning(
-            "From now on training waits for each save, as with --checkpoint.async_mode disabled: "
-            f"{shortages[0]}."
-        )
+        logger.warning(f"From now on training waits for each save: {shortages[0].rstrip('.')}.")
         stager.close()
     agreed = _agreed_failure(failure, reports)
     stager.losses_in_a_row = stager.losses_in_a_row + 1 if _is_loss(reports) else 0
