@@ -8,10 +8,11 @@ other side opens it as well.
     test:   await_reached ............... let_go
 """
 
+import concurrent.futures
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,10 @@ from unittest.mock import patch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchtitan.components.checkpointer import dcp
-from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
+from torchtitan.components.checkpointer.dcp_writer import (
+    CommittingFileSystem,
+    DurableFileSystemWriter,
+)
 from torchtitan.components.checkpointer.tc.storage import DurableStorage, DurableStorageConfig
 
 from tests.unit_tests.components.checkpointer.ways import Way
@@ -79,6 +83,7 @@ class Steering:
         """``act`` must pickle if a process of its own writes."""
         self.stop()
         self._storage.at, self._storage.act = at, act
+        self._storage.num_told += 1
         if self._is_dcp:
 
             def steered(path: str, **others: Any) -> SteeredWriter:
@@ -88,10 +93,17 @@ class Steering:
             self._patch.start()
 
     def stop(self) -> None:
+        """Let the saves after this one be. Not before it is at a hold or over, when all is handed over."""
         self._storage.at, self._storage.act = "", None
         if self._patch is not None:
             self._patch.stop()
             self._patch = None
+
+
+def await_end_of_save(manager: Any) -> None:
+    """Block until the save in flight has ended in some way, which nobody is told of yet."""
+    if manager.save_future is not None:
+        concurrent.futures.wait([manager.save_future])
 
 
 class SteeredWriter(DurableFileSystemWriter):
@@ -110,7 +122,8 @@ class SteeredWriter(DurableFileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        check = getattr(self.fs, "before_rename")
+        assert isinstance(self.fs, CommittingFileSystem)
+        check = self.fs.before_rename
 
         def act_and_check() -> None:
             if self._at == COMMIT:
@@ -128,6 +141,7 @@ class SteeredStorageConfig(DurableStorageConfig):
 
     at: str = ""
     act: Act | None = None
+    num_told: int = 0
 
     def create_storage(self) -> DurableStorage:
         return SteeredStorage(self)
@@ -139,7 +153,7 @@ class SteeredStorage(DurableStorage):
     def __init__(self, config: SteeredStorageConfig) -> None:
         super().__init__(config)
         self._steering = config
-        self._done: Act | None = None
+        self._num_done = 0
 
     def stream_write(self, path: Path) -> io.IOBase:
         self._come_to(BEFORE_DATA)
@@ -154,13 +168,13 @@ class SteeredStorage(DurableStorage):
         super().rename(src_path, dst_path, *options, **others)
 
     @contextmanager
-    def _then_after(self, stream: Any) -> Iterator[Any]:
+    def _then_after(self, stream: Any) -> Generator[Any]:
         with stream as opened:
             yield opened
         self._come_to(AFTER_DATA)
 
     def _come_to(self, point: str) -> None:
-        act = self._steering.act
-        if act is not None and self._steering.at == point and self._done is not act:
-            self._done = act
-            act()
+        told = self._steering
+        if told.act is not None and told.at == point and self._num_done < told.num_told:
+            self._num_done = told.num_told
+            told.act()

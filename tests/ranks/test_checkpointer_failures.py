@@ -1,12 +1,11 @@
 """A save that fails on one rank fails on all, once; a run that is killed in a save loses that save only.
 
-The writer is ours, so a test can stop it at any point: no timing is involved.
+The writers are steered, so a test can stop them at any point: no timing is involved.
 """
 
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,89 +13,70 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torchtitan.components.checkpointer import dcp
-from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.ranks.pool import end_of_ranks, run_on_ranks
+from tests.ranks.steering import (
+    AFTER_DATA,
+    await_end_of_save,
+    BEFORE_DATA,
+    COMMIT,
+    disk_full,
+    Hold,
+    POINTS,
+    Steering,
+)
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
 
 pytestmark = pytest.mark.ranks
 
-POINTS = ["before the data", "after the data", "before the index has its name"]
+# (rank, where its disk is full), one after the other in one run.
+FAILURES = [(1, AFTER_DATA), (0, COMMIT), (0, BEFORE_DATA)]
 
 
-def stop_writers(at: str, act: Callable[[], None]) -> None:
-    """From now on every writer of this process calls ``act`` at the point ``at``."""
-
-    class Stopping(DurableFileSystemWriter):
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-            if at == "before the data":
-                act()
-            written = super().write_data(plan, planner)
-            if at == "after the data":
-                act()
-            return written
-
-        def finish(self, metadata: Metadata, results: Any) -> None:
-            rename = self.fs.rename
-
-            def rename_later(*paths: Any) -> None:
-                act()
-                rename(*paths)
-
-            if at == "before the index has its name":
-                patch.object(self.fs, "rename", rename_later).start()
-            super().finish(metadata, results)
-
-    patch.object(dcp, "DurableFileSystemWriter", Stopping).start()
-
-
-def run_freely() -> None:
-    patch.stopall()
-
-
-def disk_full() -> None:
-    raise OSError(28, "No space left on device")
-
-
-def fail_in_the_background(folder: Path, rank: int, at: str, surfaces_at: str) -> Any:
-    run = build_run(folder, async_mode="async")
-    run.train(2)
-    run.manager.maybe_wait_for_saving()
-    if dist.get_rank() == rank:
-        stop_writers(at, disk_full)
-    run.train(3)
-    run_freely()
-    run.train(4, save=False)
-    if surfaces_at == "the next save":
-        message = message_of(run.manager.save, 4)
-        run.train(6)
-        run.manager.close()
-    else:
-        message = message_of(run.manager.close)
-        run.manager.close()
+def fail_in_the_background(folder: Path, way: Way) -> Any:
+    """What ranks are told of three saves, of the last one by closing; each but it before a good save."""
+    steering = Steering(way)
+    run = build_run(folder, **steering.settings)
+    messages = []
+    for rank, at in FAILURES:
+        run.train(run.step + 1)
+        run.manager.maybe_wait_for_saving()
+        if dist.get_rank() == rank:
+            steering.set(at, disk_full)
+        run.train(run.step + 1)
+        await_end_of_save(run.manager)
+        steering.stop()
+        if (rank, at) == FAILURES[-1]:
+            messages.append(message_of(run.manager.close))
+            run.manager.close()
+        else:
+            run.train(run.step + 1, save=False)
+            messages.append(message_of(run.manager.save, run.step))
     # The group that saves use must still be in step on both ranks.
     dist.all_reduce(torch.ones(1))
-    return message
+    return messages
 
 
-def fail_in_the_foreground(folder: Path) -> str:
-    run = build_run(folder)
-    run.train(1)
-    if dist.get_rank() == 1:
-        stop_writers("after the data", disk_full)
-    message = message_of(run.train, 2)
-    run_freely()
-    run.train(3)
+def fail_in_the_foreground(folder: Path, way: Way) -> list[str]:
+    steering = Steering(way)
+    run = build_run(folder, **steering.settings)
+    messages = []
+    for rank, at in FAILURES:
+        run.train(run.step + 1)
+        if dist.get_rank() == rank:
+            steering.set(at, disk_full)
+        messages.append(message_of(run.train, run.step + 1))
+        steering.stop()
+    run.train(run.step + 1)
     run.manager.close()
-    return message
+    return messages
 
 
-def fail_to_make_ready(folder: Path) -> str:
+def fail_to_make_ready(folder: Path, way: Way) -> str:
     """Rank 0 cannot move another history aside; the others learn of it without a disk of their own."""
-    run = build_run(folder, async_mode="async")
+    run = build_run(folder, **way.settings)
     run.manager.load(1)
     if dist.get_rank() == 0:
 
@@ -105,40 +85,48 @@ def fail_to_make_ready(folder: Path) -> str:
 
         patch.object(run.manager._storage, "move", refuse).start()
     message = message_of(run.train, 2)
-    run_freely()
+    patch.stopall()
     run.train(3)
     run.manager.close()
     return message
 
 
-def save_steps(folder: Path, until: int) -> Any:
-    run = build_run(folder)
+def save_steps(folder: Path, way: Way, until: int) -> Any:
+    run = build_run(folder, **way.settings)
     run.train(until)
     run.manager.close()
     return run.snapshot()
 
 
-def be_killed_while_a_save_is_in_flight(folder: Path, at: str) -> None:
-    run = build_run(folder, async_mode="async")
+def be_killed_while_a_save_is_in_flight(folder: Path, way: Way, at: str) -> None:
+    steering = Steering(way)
+    run = build_run(folder, **steering.settings)
     run.train(2)
     run.manager.maybe_wait_for_saving()
-    is_there = threading.Event()
+    hold = Hold(folder, f"rank-{dist.get_rank()}").make()
+    steering.set(at, hold.stop_here)
+    there = ["0"] if at == COMMIT else ["0", "1"]
+    # Of this thread alone: training's group is in use, and a client that waits serves nobody else.
+    store = _get_default_store().clone()
 
-    def wait_for_the_end() -> None:
-        is_there.set()
-        threading.Event().wait()
+    def kill_all_once_they_are_there() -> None:
+        if str(dist.get_rank()) in there:
+            hold.await_reached()
+            store.set(str(dist.get_rank()), "")
+        store.wait(there)
+        if dist.get_rank() == 0:  # which hosts the store
+            store.wait(["1 has heard"])
+        store.set(f"{dist.get_rank()} has heard", "")
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    stop_writers(at, wait_for_the_end)
+    killer = threading.Thread(target=kill_all_once_they_are_there)
+    killer.start()
     run.train(3)
-    # Only rank 0 writes the index.
-    if dist.get_rank() == 0 or at != POINTS[-1]:
-        assert is_there.wait(30)
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
+    killer.join()
 
 
-def resume(folder: Path) -> Any:
-    run = build_run(folder, async_mode="async", seed=5)
+def resume(folder: Path, way: Way) -> Any:
+    run = build_run(folder, seed=5, **way.settings)
     assert run.manager.load()
     loaded = run.snapshot()
     before = names(folder)
@@ -150,55 +138,54 @@ def resume(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def after_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What a run that nobody disturbs is like after its second step."""
-    return run_on_ranks(2, save_steps, tmp_path_factory.mktemp("straight"), 2)[0]
+    return run_on_ranks(2, save_steps, tmp_path_factory.mktemp("straight"), DISABLED, 2)[0]
 
 
-@pytest.mark.parametrize(
-    "rank,at,surfaces_at",
-    [
-        (1, "after the data", "the next save"),
-        (0, "before the data", "close"),
-        (0, "before the index has its name", "the next save"),
-    ],
-)
-def test_a_background_failure_of_one_rank_surfaces_once_on_all(
-    tmp_path: Path, rank: int, at: str, surfaces_at: str
+@over(ASYNC, TC)
+def test_a_background_failure_of_one_rank_surfaces_once_on_all(tmp_path: Path, way: Way) -> None:
+    for messages in run_on_ranks(2, fail_in_the_background, tmp_path, way):
+        for step, message in zip((2, 5, 8), messages, strict=True):
+            assert f"step {step} to {tmp_path}/checkpoint/step-{step} failed" in message
+            assert "No space left on device" in message
+    saved = ["step-1", "step-4", "step-7"]
+    assert way.complete(tmp_path) == saved
+    # No save has come to sweep what the last one left.
+    assert names(tmp_path) == sorted([*saved, way.unfinished(8)])
+
+
+@over(DISABLED, TC_WAITING)
+def test_a_synchronous_failure_of_one_rank_is_one_of_all(tmp_path: Path, way: Way) -> None:
+    for messages in run_on_ranks(2, fail_in_the_foreground, tmp_path, way):
+        for step, message in zip((2, 4, 6), messages, strict=True):
+            assert f"step {step} to" in message and "No space left on device" in message
+    assert names(tmp_path) == ["step-1", "step-3", "step-5", "step-7"]
+
+
+@over(ASYNC, TC_WAITING)
+def test_a_folder_that_rank_0_cannot_get_ready_is_a_failed_save_on_all(
+    tmp_path: Path, way: Way
 ) -> None:
-    messages = run_on_ranks(2, fail_in_the_background, tmp_path, rank, at, surfaces_at)
-    for message in messages:
-        assert f"step 3 to {tmp_path}/checkpoint/step-3 failed" in message
-        assert "No space left on device" in message
-    saved = ["step-1", "step-2"]
-    if surfaces_at == "the next save":
-        assert names(tmp_path) == [*saved, "step-5", "step-6"]
-    else:
-        assert names(tmp_path) == [*saved, "step-3"]
-    assert all((tmp_path / "checkpoint" / name / ".metadata").is_file() for name in saved)
-    assert not (tmp_path / "checkpoint/step-3/.metadata").exists()
-
-
-def test_a_synchronous_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
-    for message in run_on_ranks(2, fail_in_the_foreground, tmp_path):
-        assert "step 2 to" in message and "No space left on device" in message
-    assert names(tmp_path) == ["step-1", "step-3"]
-
-
-def test_a_folder_that_rank_0_cannot_get_ready_is_a_failed_save_on_all(tmp_path: Path) -> None:
-    run_on_ranks(2, save_steps, tmp_path, 2)
-    for message in run_on_ranks(2, fail_to_make_ready, tmp_path):
+    run_on_ranks(2, save_steps, tmp_path, way, 2)
+    for message in run_on_ranks(2, fail_to_make_ready, tmp_path, way):
         assert "step 2 to" in message and "step-2 is protected" in message
     assert names(tmp_path) == ["step-1", "step-3", "superseded"]
 
 
-@pytest.mark.parametrize("at", POINTS)
+@pytest.mark.parametrize(
+    "way,at",
+    [*((ASYNC, at) for at in POINTS), *((TC_WAITING, at) for at in POINTS), (TC, AFTER_DATA)],
+    ids=str,
+)
 def test_a_run_killed_in_a_save_resumes_from_the_one_before_and_sweeps_the_rest(
-    tmp_path: Path, at: str, after_two_steps: Any
+    tmp_path: Path, way: Way, at: str, after_two_steps: Any
 ) -> None:
-    ends = end_of_ranks(2, be_killed_while_a_save_is_in_flight, tmp_path, at, settle_seconds=30)
+    ends = end_of_ranks(
+        2, be_killed_while_a_save_is_in_flight, tmp_path, way, at, settle_seconds=30
+    )
     assert [end.exit_code for end in ends] == [-signal.SIGKILL] * 2, [end.log for end in ends]
-    for loaded, before in run_on_ranks(2, resume, tmp_path):
+    resuming = TC_WAITING if way is TC else way
+    for loaded, before in run_on_ranks(2, resume, tmp_path, resuming):
         assert loaded == after_two_steps
-        assert before == ["step-1", "step-2", "step-3"]
-    assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
-    everything = [path.name for path in (tmp_path / "checkpoint/step-3").iterdir()]
-    assert sorted(everything) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+        assert before == sorted(["step-1", "step-2", way.unfinished(3)])
+    saved = ["step-1", "step-2", "step-3", "step-4"]
+    assert names(tmp_path) == way.complete(tmp_path) == saved
