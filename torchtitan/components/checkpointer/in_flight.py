@@ -6,7 +6,7 @@ the checkpoint is durable.
     dispatch -> staging future -> (optimizer.step) ... saving future -> (the next save, or close)
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -112,6 +112,21 @@ def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
         # Ctrl-C: it is still in flight, and close() has to wait for it.
         manager.save_future = future
         raise
+
+
+def failure_of(wait_for_previous: Callable[[], None]) -> CheckpointSaveError | None:
+    """What the save failed with that ``wait_for_previous`` waits for.
+
+    Raises:
+        CheckpointSaveTimeoutError: it may still be running, and the ranks stand in the middle of it.
+    """
+    try:
+        wait_for_previous()
+    except CheckpointSaveTimeoutError:
+        raise
+    except CheckpointSaveError as error:
+        return error
+    return None
 
 
 @contextmanager

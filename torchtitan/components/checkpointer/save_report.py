@@ -54,6 +54,12 @@ class SaveReport:
         """The folder is ready; the state goes to the backend now."""
         self._dispatched_at = time.monotonic()
 
+    def follow(self, future: "Future[Any]") -> None:
+        """The training thread goes on from here; report when ``future`` is done."""
+        # First, because a save that is done already reports from within the next line.
+        self.handed_over()
+        future.add_done_callback(self.completed)
+
     def handed_over(self) -> None:
         """The training thread goes on from here."""
         self._blocked_seconds = time.monotonic() - self._due_at

@@ -25,12 +25,14 @@ from torch_checkpointing.storage.base_storage import StorageConfig
 from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.checkpointer.discovery import Kind
-from torchtitan.components.checkpointer.errors import (
-    CheckpointSaveError,
-    CheckpointSaveTimeoutError,
-)
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.formats import TORCH_CHECKPOINTING
-from torchtitan.components.checkpointer.in_flight import saving, told_as_save_error, wait_for_saving
+from torchtitan.components.checkpointer.in_flight import (
+    failure_of,
+    saving,
+    told_as_save_error,
+    wait_for_saving,
+)
 from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.settling import settle
@@ -213,7 +215,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         due_at, limit_seconds = time.monotonic(), self.timeout_seconds
         checkpoint_id = self._create_checkpoint_id(curr_step)
         asked = saving(curr_step, checkpoint_id)
-        earlier_failure = self._previous_failure()
+        earlier_failure = failure_of(self.maybe_wait_for_saving)
         with (
             told_as_save_error(asked, limit_seconds, earlier_failure),
             patience(timedelta(seconds=limit_seconds)),
@@ -257,16 +259,6 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             payload = payload_of(self.states, self.pg, asked)
             self._manager.prewarm_staging(payload)
             self._settle(None, needs_writer=True)
-
-    def _previous_failure(self) -> CheckpointSaveError | None:
-        """Wait for the save in flight; what it failed with."""
-        try:
-            self.maybe_wait_for_saving()
-        except CheckpointSaveTimeoutError:
-            raise  # it may still be running, and the ranks in the middle of it
-        except CheckpointSaveError as error:
-            return error
-        return None
 
     def _agree(
         self, failure: CheckpointSaveError | None, payload: dict[str, Any] | None
@@ -312,9 +304,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         if self.save_future is None:
             self._report.completed_now()
         else:
-            # First, because a save that is done already reports from within the next line.
-            self._report.handed_over()
-            self.save_future.add_done_callback(self._report.completed)
+            self._report.follow(self.save_future)
         GarbageCollection.collect("after the checkpoint was handed over")
 
     def _load(self, step: int) -> bool:
