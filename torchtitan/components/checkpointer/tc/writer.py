@@ -8,11 +8,15 @@ It runs in the writer process (writer_main.py) and, for saves that training wait
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from torch_checkpointing.checkpoint_base import CheckpointWriteInfo
+from torch_checkpointing.checkpoint_layout import LayoutInfo
 from torch_checkpointing.checkpoint_writer import CheckpointWriter, CheckpointWriterArgs
 
 from torchtitan.components.checkpointer.tc.commit import Commit, CommitBarrier, CommitBarrierConfig
+from torchtitan.components.checkpointer.tc.compact import compact
 
 
 def _anybody() -> None:
@@ -53,3 +57,9 @@ class Writer(CheckpointWriter):
             commit.fail(error)
             raise
         commit.publish()
+
+    def _write_key(
+        self, key: str, layout_info: LayoutInfo, full_path: Path, data_to_serialize: Any
+    ) -> None:
+        # Not earlier: what fails here is told to the other ranks, and one file needs least memory.
+        super()._write_key(key, layout_info, full_path, compact(data_to_serialize))
