@@ -172,6 +172,8 @@ def test_what_lies_above_the_chosen_step_is_told_in_the_order_of_the_steps() -> 
         "index cannot be read), step-9 (weights only), step-20 (its save did not finish), step-21 "
         "(its save did not finish), step-22 (its save did not finish) and 3 more)."
     )
+    line = start({7: F, 9: M}, request_for(-1, None), (9,)).line
+    assert line.endswith("passed over: step-9 (weights only)).")
     line = start({0: M, 9: M}, request_for(-1, None)).line
     assert line.endswith("(seed checkpoint; passed over: step-9 (weights only)).")
 

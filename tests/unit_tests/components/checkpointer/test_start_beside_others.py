@@ -226,6 +226,17 @@ def test_a_folder_around_checkpoints_of_both_names_the_newest_that_can_be_read(
 
 
 @both_back_ends
+def test_the_way_back_leads_to_the_newest_own_one_that_can_be_resumed_from(chosen: Format) -> None:
+    storage = MemoryStorage("/run")
+    for step, what in {5: "full", 6: "full", 7: "weights", 8: "damaged"}.items():
+        put(storage, chosen, "/run", step, what)
+    put(storage, OTHER[chosen], "/run", 9, "full")
+    where = finder_of(chosen, storage)
+    with pytest.raises(CheckpointMismatchError, match="load_step 6 to go back to step-6, or"):
+        find_start(request_for(-1, None), where.look_into("/run"), where)
+
+
+@both_back_ends
 def test_a_path_to_a_save_that_died_is_refused_whoever_s_it_is(chosen: Format) -> None:
     where, own = looked_into(DIED, chosen)
     assert isinstance(where.storage, MemoryStorage)
