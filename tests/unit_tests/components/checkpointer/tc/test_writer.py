@@ -1,0 +1,154 @@
+"""The files of a rank get their name when all ranks have written; whatever fails is told to all."""
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_checkpointing.checkpoint_base import CheckpointItem, CheckpointWriteInfo
+from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs, CheckpointWriterConfig
+from torch_checkpointing.types import RankInfo
+from torchtitan.components.checkpointer.pinned.meeting import OtherRankFailedError
+from torchtitan.components.checkpointer.pinned.serving import require_trainer, TrainerGoneError
+from torchtitan.components.checkpointer.tc.commit import Commit, StoreCommit
+from torchtitan.components.checkpointer.tc.storage import DurableStorage, DurableStorageConfig
+from torchtitan.components.checkpointer.tc.writer import Writer
+
+from tests.unit_tests.components.checkpointer.tc.stand_ins import FullDisk
+
+
+def writer_args(
+    rank: int = 0, world_size: int = 1, storage: DurableStorageConfig | None = None
+) -> CheckpointWriterArgs:
+    return CheckpointWriterArgs(
+        config=CheckpointWriterConfig(),
+        rank_info=RankInfo(rank, world_size, rank, world_size),
+        storage_config=storage or DurableStorageConfig(),
+    )
+
+
+def content(rank: int = 0) -> CheckpointWriteInfo:
+    item = CheckpointItem(value={"w": torch.full((2,), float(rank))})
+    return CheckpointWriteInfo({"model": item}, serialized_distributed_metadata=b"metadata")
+
+
+class Noted(Commit):
+    """The commit of a rank that is alone with what the test lets the others say."""
+
+    def __init__(self, folder: Path, failing: str = "") -> None:
+        super().__init__(RankInfo(0, 2, 0, 2))
+        self.folder, self.failing = folder, failing
+        self.seen: list[tuple[str, list[str]]] = []
+
+    def _note(self, what: str) -> None:
+        self.seen.append((what, sorted(os.listdir(self.folder))))
+        if what == self.failing:
+            raise OtherRankFailedError("rank 1: OSError: full")
+
+    def agree(self) -> None:
+        self._note("agree")
+
+    def publish(self) -> None:
+        self._note("publish")
+
+    def fail(self, error: BaseException) -> None:
+        self._note(f"fail with {type(error).__name__}")
+
+    def _meet(self, stop: Any, failure: str | None) -> str | None:
+        raise AssertionError("its callers are replaced")
+
+
+def test_the_name_is_given_after_all_have_written_and_told_before_it_counts(
+    tmp_path: Path,
+) -> None:
+    commit = Noted(tmp_path)
+    asked: list[list[str]] = []
+    writer = Writer(writer_args(), lambda: commit, lambda: asked.append(os.listdir(tmp_path)))
+    writer.write(str(tmp_path / "step-1"), content())
+    assert commit.seen == [("agree", ["tmp_step-1"]), ("publish", ["step-1"])]
+    assert asked == [["tmp_step-1"]]
+    assert sorted(os.listdir(tmp_path / "step-1")) == ["metadata.pkl", "model_0.pt"]
+
+
+def test_each_save_has_a_commit_of_its_own(tmp_path: Path) -> None:
+    commits: list[Noted] = []
+
+    def new() -> Noted:
+        commits.append(Noted(tmp_path, failing="" if commits else "agree"))
+        return commits[-1]
+
+    writer = Writer(writer_args(), new)
+    with pytest.raises(OtherRankFailedError):
+        writer.write(str(tmp_path / "step-1"), content())
+    writer.write(str(tmp_path / "step-2"), content())
+    assert [[what for what, _ in commit.seen] for commit in commits] == [
+        ["agree", "fail with OtherRankFailedError"],
+        ["agree", "publish"],
+    ]
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "tmp_step-1"]
+
+
+def test_a_trainer_that_has_ended_prevents_the_name_at_the_last_moment(tmp_path: Path) -> None:
+    commit = Noted(tmp_path)
+    writer = Writer(writer_args(), lambda: commit, lambda: require_trainer(os.getpid()))
+    with pytest.raises(TrainerGoneError):
+        writer.write(str(tmp_path / "step-1"), content())
+    assert [what for what, _ in commit.seen] == ["agree", "fail with TrainerGoneError"]
+    assert os.listdir(tmp_path) == ["tmp_step-1"]
+
+
+def test_a_name_that_is_taken_is_a_failure_of_all_and_nothing_is_overwritten(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/kept").touch()
+    commit = Noted(tmp_path)
+    with pytest.raises(FileExistsError):
+        Writer(writer_args(), lambda: commit).write(str(tmp_path / "step-1"), content())
+    assert [what for what, _ in commit.seen] == ["agree", "fail with FileExistsError"]
+    assert os.listdir(tmp_path / "step-1") == ["kept"]
+
+
+def test_without_a_barrier_nobody_is_asked_and_it_is_written_in_place(tmp_path: Path) -> None:
+    args = writer_args()
+    alone = replace(args.config, barrier_config=None, write_to_temp_dir=False)
+    writer = Writer(replace(args, config=alone), lambda: pytest.fail("nobody to agree with"))
+    writer.write(str(tmp_path / "step-1"), content())
+    assert sorted(os.listdir(tmp_path / "step-1")) == ["metadata.pkl", "model_0.pt"]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1, 2])
+def test_writers_of_three_ranks_name_a_checkpoint_that_is_whole_or_none(
+    failing: int | None, tmp_path: Path
+) -> None:
+    store, ends = dist.HashStore(), dict[int, Any]()
+
+    def write(rank: int) -> None:
+        storage = FullDisk() if rank == failing else DurableStorageConfig()
+        args = writer_args(rank, 3, storage)
+        writer = Writer(args, lambda: StoreCommit(args.rank_info, store, 1))
+        try:
+            writer.write(str(tmp_path / "step-1"), content(rank))
+            ends[rank] = sorted(os.listdir(tmp_path / "step-1"))
+        except Exception as error:
+            ends[rank] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    whole = ["metadata.pkl", *(f"model_{rank}.pt" for rank in range(3))]
+    full = "OSError: [Errno 28] No space left on device"
+    told = f"OtherRankFailedError: rank {failing}: {full}"
+    expected = {rank: full if rank == failing else told for rank in range(3)}
+    assert ends == (dict.fromkeys(range(3), whole) if failing is None else expected)
+    assert os.listdir(tmp_path) == (["step-1"] if failing is None else ["tmp_step-1"])
+
+
+def test_a_storage_that_travels_is_made_anew_where_it_is_needed() -> None:
+    assert isinstance(Writer(writer_args(), lambda: pytest.fail())._storage, DurableStorage)
