@@ -59,6 +59,7 @@ def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
     """What is saved of a state; and its digest, if it may be equal on all ranks."""
     try:
         value = state.state_dict() if isinstance(state, Stateful) else state
+        _require_readable(value)
         if key in (MODEL, OPTIMIZER):
             return value, None
         value = encode(value)
@@ -73,6 +74,23 @@ def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
         raise RuntimeError(
             f"the state {key} cannot be saved: {type(error).__name__}: {error}"
         ) from error
+
+
+def _require_readable(tree: Any) -> None:
+    """Refuse tensors that the library writes, but reads back wrong or not at all."""
+    for nested, leaf in leaves(tree):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+        if type(local) not in _KINDS or local.layout is not torch.strided or local.is_quantized:
+            name = ".".join(map(str, nested))
+            raise TypeError(
+                f"{name} is a tensor of type {type(local).__name__} ({local.layout}, {local.dtype}), which "
+                "torch_checkpointing cannot read back; save it as a plain tensor"
+            )
+
+
+_KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _has_shards(tree: Any) -> bool:

@@ -9,10 +9,12 @@ and handed around together with the outline:
 The outline has the flat names that DCP's index has, so both managers say the same about a mismatch.
 """
 
+import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, IO
@@ -89,6 +91,22 @@ def look(storage: Storage, path: str) -> Saved:
     return Saved(outline=outline, values=values)
 
 
+@contextmanager
+def _without_mesh_warnings() -> Generator[None]:
+    # The meshes in a checkpoint come without process groups and need none; torch warns of each.
+    log = logging.getLogger("torch.distributed.device_mesh")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "unpickling of the DeviceMesh" not in record.getMessage()
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
+@_without_mesh_warnings()
 def restore(
     source: Source,
     states: Mapping[str, Any],
