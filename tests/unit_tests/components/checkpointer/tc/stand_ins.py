@@ -8,6 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch_checkpointing.dtensor_metadata import (
+    DTensorShardingMetadata,
+    get_device_mesh_spec,
+    ReplicateSpec,
+)
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
@@ -54,6 +59,17 @@ class _WatchedStorage(DurableStorage):
             return found(path, *others, **more)
 
         return noted
+
+
+def plain_tensor(rank: int, *shape: int, dtype: str = "torch.float32") -> DTensorShardingMetadata:
+    """How a checkpoint describes a tensor that is whole, on ``rank``."""
+    return DTensorShardingMetadata(
+        global_shape=shape,
+        dtype=dtype,
+        stride=(1,) * len(shape),
+        mesh_spec=get_device_mesh_spec(device_type="cpu", mesh_shape=(1,), mesh_data=(rank,)),
+        placements=(ReplicateSpec(),),
+    )
 
 
 class Writers:

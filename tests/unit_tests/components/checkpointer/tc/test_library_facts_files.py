@@ -23,20 +23,18 @@ from torch_checkpointing.config import (
     CheckpointSaverConfig,
     SyncCheckpointSaverConfig,
 )
-from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.default_resharder import _collect_leaf_values, DefaultResharder
 from torch_checkpointing.distributed_metadata import (
     DistributedItemMetadata,
     GlobalObjectMetadata,
     ShardingMetadata,
 )
-from torch_checkpointing.dtensor_metadata import (
-    DTensorShardingMetadata,
-    get_device_mesh_spec,
-    ReplicateSpec,
-)
 from torch_checkpointing.logging_utils import checkpoint_logging_context, EventLogger, EventType
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
-from torch_checkpointing.resharding_utils import convert_nested_path_dict_to_fqn
+from torch_checkpointing.resharding_utils import (
+    convert_nested_path_dict_to_fqn,
+    dedupe_aliased_targets,
+)
 from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage
@@ -54,6 +52,7 @@ from tests.unit_tests.components.checkpointer.tc.facts import (
     parameters_of,
     relied_on_by,
 )
+from tests.unit_tests.components.checkpointer.tc.stand_ins import plain_tensor
 
 BUFFERED = LocalFileSystemStorageConfig(use_direct_io=False)
 
@@ -245,29 +244,35 @@ def test_leaves_are_visited_with_their_path_and_only_tensors_are_described() -> 
 
 @relied_on_by("tc/resharder.py: _plain, one_of_each_plain", "tc/library.py: Metadata")
 def test_what_two_ranks_describe_alike_or_not_is_grouped_by_its_mesh() -> None:
-    def plain(rank: int) -> DTensorShardingMetadata:
-        mesh = get_device_mesh_spec(device_type="cpu", mesh_shape=(1,), mesh_data=(rank,))
-        return DTensorShardingMetadata(
-            global_shape=(2,),
-            dtype="torch.float32",
-            stride=(1,),
-            mesh_spec=mesh,
-            placements=(ReplicateSpec(),),
-        )
+    def of(rank: int) -> dict[str, dict[NestedPath, ShardingMetadata]]:
+        return {"model": {("w",): plain_tensor(rank)}}
 
     manager = DefaultMetadataManager(RankInfo(1, 2, 1, 2), None, False, False)
-
-    def of(rank: int) -> dict[str, dict[NestedPath, ShardingMetadata]]:
-        return {"model": {("w",): plain(rank)}}
-
     assert manager._compact(of(1)) == of(1) and manager._compact(of(0)) == {}
     merged = manager._merge_object_metadata_from_ranks({rank: of(rank) for rank in (0, 1)})
     assert merged["model"][("w",)] == [
-        GlobalObjectMetadata(sharding_metadata=plain(0), ranks=(0,)),
-        GlobalObjectMetadata(sharding_metadata=plain(1), ranks=(1,)),
+        GlobalObjectMetadata(sharding_metadata=plain_tensor(0), ranks=(0,)),
+        GlobalObjectMetadata(sharding_metadata=plain_tensor(1), ranks=(1,)),
     ]
-    assert plain(1).equivalent_ranks == (1,)
+    assert plain_tensor(1).equivalent_ranks == (1,)
     manager.close()
+
+
+@relied_on_by("tc/resharder.py: Resharder._execute_load_plans")
+def test_a_load_goes_through_the_plans_and_takes_tensors_at_one_address_for_one(
+    tmp_path: Path,
+) -> None:
+    assert parameters_of(DefaultResharder._execute_load_plans) == [
+        *("source_path", "source_metadata", "item_key"),
+        *("nested_path_to_load_plans", "target", "storage"),
+    ]
+    assert "_execute_load_plans" in attributes_used(DefaultResharder.load)
+    table = torch.zeros(2, 2)
+    tree = {"whole": table, "row": table[0], "n": 1}
+    found = _collect_leaf_values("model", tree)
+    assert list(found) == [("whole",), ("row",), ("n",)] and found[("row",)] is tree["row"]
+    kept, _, dropped = dedupe_aliased_targets(dict(found), {})
+    assert list(kept) == [("row",), ("n",)] and dropped == [(("whole",), ("row",))]
 
 
 @relied_on_by("tc/reading.py", "tc/resharder.py: Resharder.should_reshard")
