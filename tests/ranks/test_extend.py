@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.recipes import RecipeModule
 from torchtitan.preflight import parse_or_exit
 
-from tests.ranks.pool import run_on_ranks
+from tests.ranks.pool import RanksFailed, run_on_ranks
 from tests.unit_tests.structure.docs import blocks_of
 from tests.unit_tests.structure.sources import ROOT
 
@@ -59,6 +59,11 @@ def _digest(parameter: Any) -> str:
     return hashlib.sha1(local.detach().numpy().tobytes()).hexdigest()
 
 
+def resume_with_other_ranks(folder: str) -> None:
+    sys.path.insert(0, folder)
+    train("my_manager", folder, "my_manager-stopped", NUM_STEPS + 1)
+
+
 def train_with_all(folder: str) -> dict[str, list[Any]]:
     """By module: a whole run, one that stops early, and what it does when it is started again."""
     sys.path.insert(0, folder)
@@ -85,3 +90,8 @@ def test_every_example_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
             assert (begun, resumed) == (0, STOP_AFTER), module
             assert whole == finished, module
             assert all(whole[name] != digest for name, digest in stopped.items()), module
+    # What that example says it cannot do is refused in words.
+    with pytest.raises(
+        RanksFailed, match="was saved on 2 ranks, and this run has 1; start it on 2"
+    ):
+        run_on_ranks(1, resume_with_other_ranks, str(tmp_path), init=False, timeout_seconds=100.0)
