@@ -33,14 +33,14 @@ class CheckpointStorage(Protocol):
 
 
 class MovingStorage(CheckpointStorage, Protocol):
-    """A storage that can also rename and measure directories."""
+    """A storage that can also rename directories, and measure them and files."""
 
     def move(self, source: str, target: str) -> None:
         """Rename the directory ``source`` to ``target``, whose parent is created."""
         ...
 
     def size_bytes(self, path: str) -> int:
-        """Bytes of all files below the directory ``path``."""
+        """Bytes of the file ``path``, or of all files below that directory."""
         ...
 
 

@@ -144,9 +144,6 @@ class BackendCheckpointStorage:
         self._storage.rename(Path(source), Path(target), is_directory=True)
 
     def size_bytes(self, path: str) -> int:
-        total = 0
-        for name in self.listdir(path):
-            entry = f"{path}/{name}"
-            inside = self.isdir(entry)
-            total += self.size_bytes(entry) if inside else self._storage.getsize(Path(entry))
-        return total
+        if not self.isdir(path):
+            return self._storage.getsize(Path(path))
+        return sum(self.size_bytes(f"{path}/{name}") for name in self.listdir(path))

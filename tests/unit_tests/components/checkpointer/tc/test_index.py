@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 from torchtitan.components.checkpointer.discovery import Kind
-from torchtitan.components.checkpointer.storage import FilesystemStorage
+from torchtitan.components.checkpointer.storage import FilesystemStorage, MovingStorage
 from torchtitan.components.checkpointer.tc.index import (
     is_complete,
     kind_of,
@@ -15,6 +15,10 @@ from torchtitan.components.checkpointer.tc.index import (
     parse_entry,
     step_dir_pattern,
     TEMP_DIR_PREFIX,
+)
+from torchtitan.components.checkpointer.tc.storage import (
+    BackendCheckpointStorage,
+    DurableStorageConfig,
 )
 
 from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
@@ -131,12 +135,16 @@ def test_empty_metadata_cannot_be_read_and_one_warning_says_so(
     }
 
 
-def test_empty_metadata_on_a_disk_is_found_as_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "storage",
+    [FilesystemStorage(), BackendCheckpointStorage(DurableStorageConfig().create_storage())],
+)
+def test_empty_metadata_on_a_disk_is_found_as_well(storage: MovingStorage, tmp_path: Path) -> None:
     (tmp_path / MARKER).touch()
     (tmp_path / "optimizer_0.pt").touch()
-    assert kind_of(FilesystemStorage(), str(tmp_path), OTHERS) is Kind.UNREADABLE
+    assert kind_of(storage, str(tmp_path), OTHERS) is Kind.UNREADABLE
     (tmp_path / MARKER).write_bytes(b"x")
-    assert kind_of(FilesystemStorage(), str(tmp_path), OTHERS) is Kind.FULL
+    assert kind_of(storage, str(tmp_path), OTHERS) is Kind.FULL
 
 
 class FourQuestions:
