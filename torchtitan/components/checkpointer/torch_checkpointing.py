@@ -124,9 +124,18 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         Raises:
             ValueError: a setting needs something that is not there.
         """
-        if config.enable:
-            require_local(config.folder, config.initial_load_path)
         chosen_storage = storage_config or DurableStorageConfig()
+        backend_config = None
+        if config.enable:
+            # Before anything is there that would have to be closed.
+            require_local(config.folder, config.initial_load_path)
+            backend_config = for_this_run(
+                _default_backend_config(),
+                states,
+                storage_config=chosen_storage,
+                limit_seconds=config.timeout_seconds,
+                load_only=config.load_only,
+            )
         self._backend_storage = chosen_storage.create_storage()
         super().__init__(
             config,
@@ -134,7 +143,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             base_folder=base_folder,
             sd_adapter=sd_adapter,
         )
-        if not self.enable:
+        if backend_config is None:
             return
         states |= {
             MODEL: ModelWrapper(model_parts),
@@ -147,13 +156,6 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         self._gave_up = self._prewarmed = False
         self._stager: SharedMemoryStager | None = None
         self.pg = own_group(self.timeout_seconds) if dist.is_initialized() else None
-        backend_config = for_this_run(
-            _default_backend_config(),
-            states,
-            storage_config=chosen_storage,
-            limit_seconds=self.timeout_seconds,
-            load_only=self.load_only,
-        )
         self._manager_config: BackendConfig = self._with_stager(backend_config)
         self._temp_dir_prefix = self._manager_config.save.writer_config.temp_dir_prefix
         self._step_dir_pattern = _step_dir_pattern(self._temp_dir_prefix)

@@ -13,7 +13,8 @@ is true of every run, or passes over without a word, is settled here before a by
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch_checkpointing.storage.base_storage import Storage
 from torch_checkpointing.types import CheckpointPath, NestedPath
 from torch_checkpointing.walk_utils import walk_checkpoint_structure
 
+from torchtitan.components.checkpointer.errors import CheckpointReadError
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 
 
@@ -95,6 +97,32 @@ class Resharder(DefaultResharder):
             super()._execute_load_plans(
                 source_path, source_metadata, item_key, plans, target, storage
             )
+
+    def _read_source_slices_with_offset_reads(
+        self, file_path: Path, *arguments: Any, **keywords: Any
+    ) -> Generator[tuple[NestedPath, LoadPlan, torch.Tensor], None, None]:
+        with _named_in_errors(file_path):
+            yield from super()._read_source_slices_with_offset_reads(
+                file_path, *arguments, **keywords
+            )
+
+    def _read_source_slices_with_full_file_read(
+        self, file_path: Path, *arguments: Any, **keywords: Any
+    ) -> list[tuple[NestedPath, LoadPlan, torch.Tensor]]:
+        with _named_in_errors(file_path):
+            return super()._read_source_slices_with_full_file_read(
+                file_path, *arguments, **keywords
+            )
+
+
+@contextmanager
+def _named_in_errors(path: Path) -> Generator[None]:
+    try:
+        yield
+    except NotImplementedError:
+        raise  # the library's sign to itself to read all of the file
+    except Exception as error:  # damaged files raise whatever their bytes happen to spell
+        raise CheckpointReadError(f"{path.name}: {error!r}") from error
 
 
 def _rounds(targets: Mapping[NestedPath, torch.Tensor]) -> list[list[NestedPath]]:
