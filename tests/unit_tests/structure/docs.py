@@ -13,7 +13,7 @@ A comment right before a block says when something else is done:
   line that would start the ranks, and that line is read as torchrun and the trainer read it;
 - ``<!-- docs-test: skip, REASON -->``: cannot be executed.
 
-    README.md, docs/*.md -> blocks_of -> problem_with | command_of -> Workspace.run
+    README.md, docs/*.md -> blocks_of -> problem_with | Workspace.run
 """
 
 import os
@@ -25,7 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ranks.pool import end_of_ranks
 from tests.unit_tests.scripts.launch_line import launch_in
+from tests.unit_tests.structure.forked import run_block
 from tests.unit_tests.structure.sources import ROOT, tracked_files
 
 TRAINING_STEPS = 4
@@ -110,12 +112,6 @@ def shortened(script: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def command_of(block: Block) -> Sequence[str]:
-    if block.language == "python":
-        return [sys.executable, "-c", block.text]
-    return ["bash", "-euo", "pipefail", "-c", shortened(block.text)]
-
-
 class Workspace:
     """A copy of the files of the repository, with the environment of the running tests."""
 
@@ -127,13 +123,25 @@ class Workspace:
 
     def run(self, block: Block, timeout_seconds: float) -> None:
         """Execute ``block``; AssertionError with its output when it fails."""
+        if block.language == "python":
+            self._run_python(block, timeout_seconds)
+        else:
+            self._run_shell(block, timeout_seconds)
+
+    def _run_python(self, block: Block, timeout_seconds: float) -> None:
+        (end,) = end_of_ranks(
+            1, run_block, block.text, str(self.folder), init=False, timeout_seconds=timeout_seconds
+        )
+        assert end.how == "returned", f"{block.place} {end.how}:\n{end.log}\n{end.detail}"
+
+    def _run_shell(self, block: Block, timeout_seconds: float) -> None:
         dry_run = {"TORCHTITAN_DRY_RUN": "1"} if block.is_dry else {}
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         # A block says `python`; that is the interpreter the reader's set-up made.
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(self.folder)} | dry_run
         finished = subprocess.run(
-            command_of(block),
+            ["bash", "-euo", "pipefail", "-c", shortened(block.text)],
             cwd=self.folder,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -182,7 +182,7 @@ def test_a_run_without_a_number_of_steps_is_shortened(script: str, expected: str
 )
 def test_a_block_that_fails_is_found(workspace: Workspace, language: str, text: str) -> None:
     block = Block(path="a.md", line=7, language=language, text=text, skip_reason=None)
-    with pytest.raises(AssertionError, match=r"(?s)a.md:7 exits 1:.*planted|UNSET"):
+    with pytest.raises(AssertionError, match=r"(?s)a.md:7 (exits 1|raised):.*(planted|UNSET)"):
         workspace.run(block, TIMEOUT_SECONDS)
 
 
