@@ -40,7 +40,7 @@ from benchmarks.saving.tables import document
 PARTS = ("save", "load", "growth")
 # Measured on a quiet machine: a rank with torch loaded, and a process that a library starts to write.
 _RANK_BYTES, _WRITER_BYTES = 700 << 20, 300 << 20
-_NAME = "checkpoint"
+REGION = "checkpoint"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,7 +161,7 @@ def report(options: CheckpointOptions) -> None:
     """Publish all that lies in the output folder."""
     if found := results.read_all(options.output, PARTS):
         text = document(found)
-        publish(options, options.output, "Checkpoints", text, figures(found), region=_NAME)
+        publish(options, options.output, "Checkpoints", text, figures(found), region=REGION)
     else:
         print(f"There are no results in {options.output}.", file=sys.stderr)
 

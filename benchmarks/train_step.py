@@ -38,7 +38,7 @@ from benchmarks.harness.table import counted, percent, ratio, seconds, table
 LIMIT = 1.05
 """What the trainer may take, over the bare loop."""
 
-_PART, _CASE, _NAME = "step", "trainer", "train_step"
+_PART, _CASE, REGION = "step", "trainer", "train_step"
 _RANK_BYTES = 900 << 20
 _COPIES = 3
 """Of the state: that of the trainer, that of the bare loop, and less than one of gradients and of weights
@@ -148,7 +148,7 @@ def report(options: StepOptions) -> None:
     """Publish all that lies in the output folder."""
     if found := results.read_all(options.output, [_PART]):
         text = document(found)
-        publish(options, options.output, "Steps", text, figures(found), region=_NAME)
+        publish(options, options.output, "Steps", text, figures(found), region=REGION)
     else:
         print(f"There are no results in {options.output}.", file=sys.stderr)
 

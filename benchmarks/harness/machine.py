@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torchtitan.components.checkpointer.pinned.memory import available_bytes
 
@@ -43,7 +44,7 @@ class Machine:
     torch: str
     torch_checkpointing: str
 
-    def as_dict(self) -> dict[str, str | int | float]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @property

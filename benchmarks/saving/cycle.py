@@ -1,12 +1,13 @@
 """One save from the moment it is called until its bytes are on the disk, timed on this rank.
 
     idle   save | wait for staging | wait until written | sync what the side left unsynced
-    busy   some quiet steps; save | forward, backward | wait for staging | update, steps until written | sync
+    busy   save | forward, backward | wait for staging | update, steps until written | sync
 
 Times are in seconds. ``call`` is spent inside of ``save``, ``wait`` in the wait for staging; ``done`` counts
 from the call until the side says that it is written, ``debt`` is the fsync of what it then has not synced.
 ``lost`` is what the save cost the training in all: the time of a busy cycle minus that of as many quiet
-steps as it took. ``slow`` is what of that was not waited for, per second of writing beside training.
+steps as it took. ``slow`` is what of that was not waited for, per second of writing beside training. A
+quiet step is one without a save in flight, timed shortly before.
 """
 
 import os
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.harness.models import all_ranks, Run
 from benchmarks.saving.sides import FIRST_STEP, remove_checkpoint, Side
 
-_QUIET_STEPS = 3
+_QUIET_STEPS = 2
 
 
 class Saver:
@@ -48,9 +49,8 @@ class Saver:
         times = {"call": called - started, "wait": staged - called, "done": done}
         return times | {"debt": self._sync()}
 
-    def busy(self) -> dict[str, float]:
-        """Training goes on beside the save."""
-        quiet = self._quiet_step_seconds()
+    def busy(self, quiet_step: float) -> dict[str, float]:
+        """Training goes on beside the save; ``quiet_step`` is how long a step takes without one."""
         started = self._begin()
         self.side.save(self._step)
         called = time.perf_counter()
@@ -67,14 +67,13 @@ class Saver:
         total = time.perf_counter() - started
         self.side.wait_for_saving()
         call, wait, done = called - started, staged - computed, moment.at - started
-        lost = total - num_steps * quiet
+        lost = total - num_steps * quiet_step
         beside = done - call - wait
         return {
             "call": call,
             "wait": wait,
             "done": done,
             "debt": self._sync(),
-            "quiet_step": quiet,
             "lost": lost,
             "slow": (lost - call - wait) / beside if beside > 0 else 0.0,
         }
@@ -86,14 +85,6 @@ class Saver:
         dist.barrier()
         return time.perf_counter()
 
-    def _quiet_step_seconds(self) -> float:
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(_QUIET_STEPS):
-            self._run.step()
-            all_ranks(True)  # as in the loop that is compared with this
-        return (time.perf_counter() - started) / _QUIET_STEPS
-
     def _sync(self) -> float:
         dist.barrier()  # until all ranks are done some names may be missing
         started = time.perf_counter()
@@ -104,6 +95,16 @@ class Saver:
             _fsync(self.newest)
             _fsync(self.newest.parent)
         return time.perf_counter() - started
+
+
+def time_quiet_step(run: Run) -> float:
+    """Seconds of a step with no save in flight."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(_QUIET_STEPS):
+        run.step()
+        all_ranks(True)  # as in the loop that is compared with this
+    return (time.perf_counter() - started) / _QUIET_STEPS
 
 
 class _Moment:

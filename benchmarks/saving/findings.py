@@ -157,6 +157,11 @@ class Saves:
             return None
         return _compare(self.samples(MANAGER, name), self.samples(LIBRARY, name))
 
+    def quiet_steps(self) -> list[float]:
+        """Seconds of a step without a save in flight; empty where training waits for saves."""
+        samples = slowest([rank["quiet_step"] for rank in self.result.by_rank])
+        return [step for step in samples if step > 0]
+
     def written_share(self, side: str) -> float:
         """Bytes of the checkpoint over bytes of the state."""
         return sum(self._written(side)) / self.state_bytes

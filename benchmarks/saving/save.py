@@ -19,7 +19,7 @@ from benchmarks.harness.limits import Limits
 from benchmarks.harness.models import all_ranks, Run, SIZES
 from benchmarks.harness.pairs import turns
 from benchmarks.saving.cases import Case, CASES
-from benchmarks.saving.cycle import Saver
+from benchmarks.saving.cycle import Saver, time_quiet_step
 
 _NUM_LIMITS = 5
 
@@ -48,18 +48,20 @@ def measure(
             entry, name, run, work / name, warm_up_seconds
         )
     found |= {"idle": {name: [] for name in savers}, "busy": {name: [] for name in savers}}
-    found |= {"limits": [], "cpu": []}
+    found |= {"limits": [], "quiet_step": [], "cpu": []}
     for number in range(num_pairs):
         if not all_ranks(number == 0 or time.monotonic() - started_at < budget_seconds):
             break
         tell(f"pair {number + 1} of {num_pairs}")
         if number % max(1, num_pairs // _NUM_LIMITS) == 0:
             found["limits"].append(limits.sample(dist.barrier))
+        step_seconds = time_quiet_step(run) if entry.is_async else 0.0
+        found["quiet_step"].append(step_seconds)
         for name in turns(list(savers), number):
             before = usage.cpu_clocks()
             found["idle"][name].append(savers[name].idle())
             if entry.is_async:
-                found["busy"][name].append(savers[name].busy())
+                found["busy"][name].append(savers[name].busy(step_seconds))
             found["cpu"].append(usage.since(before))
     dist.barrier()
     found["written"] = {
@@ -84,9 +86,11 @@ def _open(
     while not all_ranks(time.monotonic() >= until):
         run.step()
     first = saver.idle()
+    usage.give_back_freed_memory()  # that of the steps
     dist.barrier()
     with usage.PeakWatch() as watch:
         saver.idle()
+    usage.give_back_freed_memory()
     kept = usage.read()
     memory = {
         "peak": watch.peak_total_bytes - before.total_bytes,

@@ -50,9 +50,11 @@ def limits_table(cells: Sequence[Saves | Loads]) -> str:
         state_bytes = sum(rank["state_bytes"] for rank in group[0].result.by_rank)
         cells_of_row = [_speed(limits, name, state_bytes) for name in _LIMIT_TITLES]
         foreign = [cell.result.foreign_share(_num_cores(cell.result)) for cell in group]
+        steps = [step for cell in group if isinstance(cell, Saves) for step in cell.quiet_steps()]
+        step = seconds(statistics.median(steps)) if steps else NOTHING
         busy = max((share for share in foreign if share is not None), default=None)
-        rows.append([label, f"{state_bytes / 1e9:.2f} GB", *cells_of_row, percent(busy)])
-    head = ["state", "size", *_LIMIT_TITLES.values(), "CPU of others"]
+        rows.append([label, f"{state_bytes / 1e9:.2f} GB", *cells_of_row, step, percent(busy)])
+    head = ["state", "size", *_LIMIT_TITLES.values(), "step without a save", "CPU of others"]
     return table(head, rows) if rows else ""
 
 

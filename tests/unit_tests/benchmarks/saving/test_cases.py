@@ -1,0 +1,50 @@
+"""The table of cases can be carried out: its names lead somewhere, its settings are taken."""
+
+import dataclasses
+import importlib
+
+import pytest
+from benchmarks.saving.cases import Case, CASES, LIBRARY, LOAD_CASES, MANAGER
+from benchmarks.saving.save import bytes_by_rank
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_case_names_a_library_call_and_settings_of_its_manager(name: str) -> None:
+    case = CASES[name]
+    assert case.sides == ((LIBRARY,) if case.manager is None else (LIBRARY, MANAGER))
+    if case.obstacle() is not None or case.manager is None:
+        return
+    module, _, manager = case.manager.partition(":")
+    config = getattr(importlib.import_module(module), manager).Config(enable=True, **case.settings)
+    assert {key: getattr(config, key) for key in case.settings} == case.settings
+
+
+def test_every_mode_of_the_manager_is_a_case() -> None:
+    modes = {case.settings.get("async_mode") for case in CASES.values() if case.manager}
+    assert {"disabled", "async", "async_with_pinned_mem"} <= modes
+    assert all(case in CASES.values() for case in LOAD_CASES.values())
+
+
+def test_what_is_missing_is_left_out_with_a_reason() -> None:
+    case = dataclasses.replace(CASES["dcp-async"], needs="no_such_package")
+    assert case.obstacle() == "the package no_such_package is not installed"
+    case = dataclasses.replace(CASES["dcp-async"], manager="torchtitan.no_such_module:Manager")
+    assert case.obstacle() == "there is no torchtitan.no_such_module.Manager in this version"
+    assert CASES["dcp-async"].obstacle() is None
+
+
+@pytest.mark.parametrize(
+    ("case", "files"),
+    [
+        (CASES["dcp-async"], {"__0_0.distcp": 3, "__1_0.distcp": 5, ".metadata": 1}),
+        (CASES["tc-sync"], {"model_0.pt": 3, "model_1.pt": 4, "rank_1.pt": 1, "metadata.pkl": 1}),
+    ],
+    ids=["dcp", "tc"],
+)
+def test_bytes_are_those_of_the_rank_in_the_name(
+    case: Case, files: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    for name, size in files.items():
+        (folder / name).write_bytes(b"x" * size)
+    assert bytes_by_rank(folder, case.rank_pattern, 2) == [4, 5]

@@ -1,0 +1,129 @@
+"""From samples to what the tables say, on samples that were made up."""
+
+from typing import Any
+
+import pytest
+from benchmarks.harness.machine import Machine
+from benchmarks.harness.page import Intervals
+from benchmarks.harness.pairs import Verdict
+from benchmarks.harness.results import Cell, Result
+from benchmarks.saving.figures import figures
+from benchmarks.saving.findings import Growths, Loads, METRICS, Saves
+from benchmarks.saving.tables import document
+
+MACHINE = Machine(
+    cpu="Some CPU",
+    num_cores=2,
+    memory_gib=24.0,
+    kernel="6.1",
+    file_system="ext4",
+    python="3.11",
+    torch="2.13",
+    torch_checkpointing="not installed",
+).as_dict()
+LIMITS = [{"copy": 0.1, "cached": 0.4, "direct": 0.5, "read": 0.05}]
+
+
+def cycles(num: int, **values: float) -> list[dict[str, float]]:
+    sample = {"call": 0.2, "wait": 0.1, "done": 0.8, "debt": 0.2, "lost": 0.4, "slow": 0.1}
+    return [sample | values for _ in range(num)]
+
+
+def rank(**manager: float) -> dict[str, Any]:
+    memory = dict.fromkeys(("peak", "peak_own", "peak_shared", "peak_writer", "kept"), 500)
+    return {
+        "state_bytes": 1000,
+        "limits": LIMITS,
+        "quiet_step": [0.3] * 15,
+        "cpu": [[1.0, 0.5, 1.2]],
+        "first": {"library": cycles(1, call=3.0)[0], "manager": cycles(1)[0]},
+        "memory": {"library": memory, "manager": memory},
+        "idle": {"library": cycles(15), "manager": cycles(15, **manager)},
+        "busy": {"library": cycles(15), "manager": cycles(15, **manager)},
+        "written": {"library": [1500, 500], "manager": [1050, 1050]},
+    }
+
+
+def saves(*by_rank: dict[str, Any], case: str = "dcp-async") -> Result:
+    cell = Cell(part="save", case=case, model="50M", ranks=len(by_rank))
+    return Result(cell=cell, by_rank=list(by_rank), machine=MACHINE)
+
+
+def loads(manager_seconds: float) -> Result:
+    samples = {"library": [0.5] * 15, "manager": [manager_seconds] * 15}
+    found: dict[str, Any] = {"state_bytes": 1000, "limits": LIMITS, "cpu": []}
+    found["load"] = {"same": samples, "resharded": samples}
+    cell = Cell(part="load", case="dcp", model="50M", ranks=1)
+    return Result(cell=cell, by_rank=[found], machine=MACHINE)
+
+
+def growths(per_save: float) -> Result:
+    readings = [
+        {"memory": 1e9 + number * per_save, "shared": 0.0, "descriptors": 20.0}
+        for number in range(50)
+    ]
+    cell = Cell(part="growth", case="dcp-async", model="4M", ranks=1)
+    by_rank = [{"readings": {"manager": readings}}]
+    return Result(cell=cell, by_rank=by_rank, machine=MACHINE)
+
+
+def test_the_slowest_rank_counts_and_what_is_not_synced_does() -> None:
+    found = Saves(saves(rank(call=0.1), rank(call=0.4, debt=0.5)))
+    assert found.median("manager", "blocked") == pytest.approx(0.5)
+    assert found.median("manager", "durable") == pytest.approx(1.3)
+    assert found.median("library", "blocked") == pytest.approx(0.3)
+    assert found.first("library", METRICS["blocked"].of) == pytest.approx(3.1)
+
+
+def test_the_limit_of_writing_is_the_faster_of_the_two_writes() -> None:
+    found = Saves(saves(rank()))
+    assert (found.limit("blocked"), found.limit("durable"), found.limit("slow")) == (0.1, 0.4, None)
+
+
+def test_sizes_and_memory_are_told_over_the_state() -> None:
+    found = Saves(saves(rank(), rank()))
+    assert found.written_share("library") == found.written_share("manager") - 0.05 == 1.0
+    assert (found.imbalance("library"), found.imbalance("manager")) == (1.5, 1.0)
+    assert found.memory("manager", "peak") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"), [(0.2, Verdict.MET), (0.21, Verdict.MET), (0.22, Verdict.MISSED)]
+)
+def test_a_manager_is_held_to_five_percent(call: float, expected: Verdict) -> None:
+    comparison = Saves(saves(rank(call=call))).comparison("blocked")
+    assert comparison is not None and comparison.verdict is expected
+    assert comparison.difference.median == pytest.approx(call - 0.2)
+
+
+def test_a_case_without_a_manager_or_without_a_background_is_compared_with_nothing() -> None:
+    alone = rank()
+    for key in ("idle", "busy", "first", "memory", "written"):
+        del alone[key]["manager"]
+    alone["busy"]["library"] = []
+    found = Saves(saves(alone, case="tc-sync"))
+    assert found.comparison("blocked") is None and found.median("library", "overlapped") is None
+    assert "tc-sync" in document([saves(alone, case="tc-sync")])
+
+
+def test_the_document_says_which_limits_were_missed_and_what_grows() -> None:
+    results = [saves(rank(call=0.3)), loads(0.6), growths(1e6)]
+    text = document(results)
+    assert "- missed: 50M, 1 rank, save dcp-async, blocked, nothing to overlap" in text
+    assert "- missed: 50M, 1 rank, load dcp, resharded layout" in text
+    assert "- grows: 4M, 1 rank, growth dcp-async, manager" in text
+    assert "Some CPU, 2 cores" in text
+    assert "- missed" not in document([saves(rank()), loads(0.5), growths(0.0)])
+
+
+def test_every_comparison_is_drawn_with_its_interval() -> None:
+    first, *others = figures([saves(rank()), loads(0.5), growths(0.0)])
+    assert isinstance(first, Intervals) and len(first.values) == 4 + 2
+    assert [figure.title for figure in others][-1] == "Change of memory over many saves"
+
+
+def test_loads_and_growth_are_told_by_layout_and_by_kind() -> None:
+    assert Loads(loads(0.6)).median("manager", "resharded") == 0.6
+    found = Growths(growths(1e6))
+    assert found.growth("manager", "memory").grows
+    assert not found.growth("manager", "descriptors").grows
