@@ -76,7 +76,7 @@ class Steering:
         self._patch: Any = None
         self._is_dcp = way.format.backend == "dcp"
         keywords = {} if self._is_dcp else {"storage_config": self._storage}
-        self.settings = {**way.settings, "keywords": keywords}
+        self.settings: dict[str, Any] = {**way.settings, "keywords": keywords}
         """What to build the run with."""
 
     def set(self, at: str, act: Act) -> None:

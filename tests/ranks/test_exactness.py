@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,14 @@ from tests.ranks.layouts import (
 )
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import make_config, Recorded, run, Trace, write_corpus
+from tests.unit_tests.components.checkpointer.ways import (
+    ASYNC,
+    DISABLED,
+    PINNED,
+    TC,
+    TC_WAITING,
+    Way,
+)
 
 NUM_STEPS = 5
 ROWS_PER_STEP = 8
@@ -38,8 +47,7 @@ ROWS_PER_STEP = 8
 NUM_ROWS, NUM_DOCUMENTS = 12, 14
 LAYOUTS = [FSDP_2, TP_2, HSDP_4, FSDP_TP_4]
 ACCUMULATIONS = [1, 2]
-PINNED = "async_with_pinned_mem"
-MODES = ["disabled", "async", PINNED]
+DCP_WAYS = [DISABLED, ASYNC, PINNED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,32 +72,41 @@ STOPS = [
 class Cell:
     layout: Layout
     accumulation: int
-    mode: str
+    way: Way
     stop: Stop
 
     def __str__(self) -> str:
-        return f"{self.layout}-{self.mode}-accumulation {self.accumulation}-{self.stop.name}"
+        return f"{self.layout}-{self.way}-accumulation {self.accumulation}-{self.stop.name}"
 
 
 def _cells() -> list[Cell]:
-    axes = product(enumerate(LAYOUTS), enumerate(ACCUMULATIONS), enumerate(MODES))
+    axes = product(enumerate(LAYOUTS), enumerate(ACCUMULATIONS), enumerate(DCP_WAYS))
     return [
         Cell(
             layout=layout,
             accumulation=accumulation,
-            mode=mode,
+            way=way,
             stop=STOPS[(row + 2 * column + depth) % len(STOPS)],
         )
-        for (row, layout), (column, accumulation), (depth, mode) in axes
+        for (row, layout), (column, accumulation), (depth, way) in axes
     ]
 
 
-# Whether the tokens are shared changes only what is computed: one cell tells enough of it.
-CELLS = [*_cells(), Cell(layout=TP_2_NO_SP, accumulation=2, mode=PINNED, stop=STOPS[1])]
+# How gradients are accumulated is nothing that a manager sees, and whether tokens are shared changes
+# only what is computed: of these a few cells tell enough.
+CELLS = [
+    *_cells(),
+    Cell(layout=TP_2_NO_SP, accumulation=2, way=PINNED, stop=STOPS[1]),
+    Cell(layout=TP_2_NO_SP, accumulation=2, way=TC_WAITING, stop=STOPS[0]),
+    Cell(layout=FSDP_2, accumulation=1, way=TC_WAITING, stop=STOPS[2]),
+    Cell(layout=TP_2, accumulation=2, way=TC, stop=STOPS[0]),
+    Cell(layout=HSDP_4, accumulation=1, way=TC, stop=STOPS[1]),
+    Cell(layout=FSDP_TP_4, accumulation=2, way=TC, stop=STOPS[3]),
+]
 
 
 def straight_and_resumed(folder: str, layout: Layout) -> dict[tuple[int, str], list[Trace]]:
-    """Traces of this rank by accumulation and mode: the straight run, the stopped, the resumed."""
+    """Traces of this rank by accumulation and way: the straight run, the stopped, the resumed."""
     traces = {}
     cells = [cell for cell in CELLS if cell.layout == layout]
     for accumulation in sorted({cell.accumulation for cell in cells}):
@@ -97,7 +114,10 @@ def straight_and_resumed(folder: str, layout: Layout) -> dict[tuple[int, str], l
         straight = _start_anew(_config(folder, name, layout, accumulation, load_only=True))
         for cell in cells:
             if cell.accumulation == accumulation:
-                traces[accumulation, cell.mode] = [straight, *_stopped_and_resumed(folder, cell)]
+                traces[accumulation, cell.way.name] = [
+                    straight,
+                    *_stopped_and_resumed(folder, cell),
+                ]
     return traces
 
 
@@ -110,11 +130,11 @@ def all_of_one_size(folder: str, num_ranks: int) -> dict[str, dict[tuple[int, st
 
 
 def _stopped_and_resumed(folder: str, cell: Cell) -> list[Trace]:
-    stop, name = cell.stop, f"{cell.layout.name}-{cell.accumulation}-{cell.mode}"
+    stop, name = cell.stop, f"{cell.layout.name}-{cell.accumulation}-{cell.way}"
 
-    def config(**checkpoint: object) -> Recorded.Config:
+    def config(**checkpoint: Any) -> Recorded.Config:
         return _config(
-            folder, name, cell.layout, cell.accumulation, async_mode=cell.mode, **checkpoint
+            folder, name, cell.layout, cell.accumulation, **cell.way.settings, **checkpoint
         )
 
     if stop.finished:
@@ -130,7 +150,7 @@ def _stopped_and_resumed(folder: str, cell: Cell) -> list[Trace]:
 
 
 def _config(
-    folder: str, name: str, layout: Layout, accumulation: int, **checkpoint: object
+    folder: str, name: str, layout: Layout, accumulation: int, **checkpoint: Any
 ) -> Recorded.Config:
     config = make_config(Path(folder), name, **checkpoint)
     config.training.steps = NUM_STEPS
@@ -163,7 +183,7 @@ def ranks_of(
         )
 
     return lambda cell: [
-        layouts[cell.layout.name][cell.accumulation, cell.mode]
+        layouts[cell.layout.name][cell.accumulation, cell.way.name]
         for layouts in runs(cell.layout.num_ranks)
     ]
 
@@ -176,9 +196,9 @@ def test_resuming_gives_the_bits_of_the_run_that_never_stopped(
     ranks = ranks_of(cell)
     for straight, before, after in ranks:
         assert sorted(straight.losses) == list(range(1, NUM_STEPS + 1))
-        # A mode that gave up would pass all that follows, as saves that training waits for.
-        assert before.async_mode == cell.mode
-        assert before.has_writer == (cell.mode == PINNED)
+        # A way that was given up would pass all that follows, with saves that training waits for.
+        assert before.is_background == cell.way.is_background
+        assert before.has_writer == cell.way.has_writer
         assert after.resumed_from == cell.stop.after
         assert min(after.losses) == cell.stop.after + 1
         for kind in ("samples", "losses", "learning_rates", "epochs"):
@@ -193,12 +213,15 @@ def test_resuming_gives_the_bits_of_the_run_that_never_stopped(
     assert all(other.losses == first.losses and other.state == first.state for other in others)
 
 
-def test_the_cells_stop_everywhere_in_every_mode() -> None:
+def test_the_cells_stop_everywhere_with_every_manager_and_save_every_layout_with_each() -> None:
     for layout in LAYOUTS:
         assert {cell.stop for cell in CELLS if cell.layout == layout} == set(STOPS)
-    for mode in MODES:
-        assert {cell.stop for cell in CELLS if cell.mode == mode} == set(STOPS)
-    assert len(CELLS) == 25
+    by_torch_checkpointing = [cell for cell in CELLS if cell.way in (TC, TC_WAITING)]
+    assert {cell.layout for cell in by_torch_checkpointing} == {*LAYOUTS, TP_2_NO_SP}
+    assert {cell.stop for cell in by_torch_checkpointing} == set(STOPS)
+    for way in DCP_WAYS:
+        assert {cell.stop for cell in CELLS if cell.way == way} == set(STOPS)
+    assert len(CELLS) == 30
 
 
 @pytest.mark.ranks

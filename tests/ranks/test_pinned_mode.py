@@ -1,4 +1,4 @@
-"""The mode async_with_pinned_mem on real ranks: what it saves, what it leaves, how it ends."""
+"""Saves through a process of their own on real ranks: what they hold and leave behind, how they end."""
 
 import gc
 import os
@@ -13,13 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import load as dcp_load
-from torchtitan.components.checkpointer import CheckpointManager
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.tc.leaves import leaves
+from torchtitan.components.checkpointer.tc.metadata_file import read_metadata
 from torchtitan.tools.signals import StopRequested, StopSignals
 
-from tests.ranks.held_writer import DATA, Hold, hold_next_save, INDEX
-from tests.ranks.pinned_runs import await_end, children, load_newest, PATIENCE, PINNED, writer_pid
+from tests.ranks.pinned_runs import await_end, children, load_newest, PATIENCE, writer_pid
 from tests.ranks.pool import end_of_ranks, run_on_ranks
+from tests.ranks.steering import BEFORE_DATA, COMMIT, Hold, Steering
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
+from tests.unit_tests.components.checkpointer.ways import (
+    ASYNC,
+    DISABLED,
+    over,
+    PINNED,
+    stager_of,
+    TC,
+    TC_WAITING,
+    Way,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -46,7 +58,7 @@ class Growing:
         self.values = state_dict
 
 
-def contents(checkpoint: Path) -> tuple[dict[str, Any], Any]:
+def contents_of_dcp(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Everything in a checkpoint by its flat name, and how its index describes it."""
     index = pickle.loads((checkpoint / ".metadata").read_bytes())
     state: dict[str, Any] = {
@@ -58,12 +70,25 @@ def contents(checkpoint: Path) -> tuple[dict[str, Any], Any]:
         for name, entry in index.state_dict_metadata.items()
     }
     dcp_load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    assert len(state) > 40
-    plain = {
-        name: (str(value.dtype), value.tolist()) if torch.is_tensor(value) else value
-        for name, value in state.items()
+    described = {
+        name: getattr(entry, "chunks", None) for name, entry in index.state_dict_metadata.items()
     }
-    return plain, index
+    return {name: plain(value) for name, value in state.items()}, (index.planner_data, described)
+
+
+def contents_of_tc(checkpoint: Path) -> tuple[dict[str, Any], Any]:
+    """Everything in the files of each rank, and what the index says of it."""
+    state: dict[str, Any] = {}
+    for file in sorted(checkpoint.glob("*.pt")):
+        item = torch.load(file, weights_only=False)
+        state |= {f"{file.name} {nested}": plain(leaf) for nested, leaf in leaves(item)}
+    return state, read_metadata(str(checkpoint))
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return str(value.placements), plain(value.to_local())
+    return (str(value.dtype), value.tolist()) if torch.is_tensor(value) else value
 
 
 def in_use() -> dict[str, int]:
@@ -88,11 +113,13 @@ def private_memory(pid: int) -> int:
     raise AssertionError(f"process {pid} is gone")
 
 
-def reference_manager(run: Run, folder: Path) -> CheckpointManager:
-    """Saves the same objects in the training thread."""
+def reference_manager(run: Run, folder: Path, way: Way) -> Any:
+    """Saves the same objects in the training thread, in the same format."""
+    waiting = DISABLED if way == PINNED else TC_WAITING
     states = run.manager.states
     parts = {key: states[key] for key in ("optimizer", "lr_scheduler", "dataloader")}
-    return CheckpointManager.Config(enable=True, interval=1, keep_latest_k=0).build(
+    config = waiting.manager.Config(enable=True, interval=1, keep_latest_k=0, **waiting.options)
+    return config.build(
         dataloader=parts["dataloader"],
         model_parts=states["model"].model,
         optimizers=parts["optimizer"],
@@ -118,12 +145,13 @@ def spoil(run: Run, growing: Growing) -> None:
                 state["exp_avg"].fill_(-1.0)
 
 
-def save_what_changes(folder: Path) -> Any:
+def save_what_changes(folder: Path, way: Way) -> Any:
     """Two saves of a state that grows, each made a second time in the training thread before it."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    run, growing = build_run(folder / "pinned", async_mode=PINNED, keep_latest_k=0), Growing()
+    run = build_run(folder / "staged", keep_latest_k=0, **way.settings)
+    growing = Growing()
     run.manager.states["extra"] = growing
-    reference = reference_manager(run, folder / "reference")
+    reference = reference_manager(run, folder / "reference", way)
     run.manager.interval = 100
     run.train(2)
     pid = writer_pid(run)  # started on a step without a save
@@ -145,9 +173,9 @@ def save_what_changes(folder: Path) -> Any:
     return pid
 
 
-def save_in_a_row(folder: Path, mode: str) -> Any:
+def save_in_a_row(folder: Path, way: Way) -> Any:
     """15 saves after one to warm up, each with an all-reduce at once on training's own group."""
-    run = build_run(folder, async_mode=mode, keep_latest_k=2)
+    run = build_run(folder, keep_latest_k=2, **way.settings)
     run.manager.states["ballast"] = torch.zeros(2 * 2**20)  # 8 MiB
     built = in_use()
     sums, used, memory, snapshot = [], [], [], {}
@@ -159,7 +187,7 @@ def save_in_a_row(folder: Path, mode: str) -> Any:
         if step in (3, 16):
             run.manager.maybe_wait_for_saving()
             used.append(in_use())
-            if mode == PINNED:
+            if way.has_writer:
                 memory.append(private_memory(writer_pid(run)))
     snapshot = run.snapshot()
     run.manager.close()
@@ -168,7 +196,7 @@ def save_in_a_row(folder: Path, mode: str) -> Any:
 
 def fork_that_keeps_the_connection(run: Run) -> int:
     """A child as data workers are: with it alive, the writer cannot see its socket end."""
-    stager = run.manager.stager
+    stager = stager_of(run.manager)
     assert stager is not None and stager._process is not None
     kept = stager._process._connection.fileno()
     if pid := os.fork():
@@ -179,13 +207,14 @@ def fork_that_keeps_the_connection(run: Run) -> int:
         signal.pause()
 
 
-def be_killed(folder: Path) -> None:
-    run = build_run(folder, async_mode=PINNED)
+def be_killed(folder: Path, way: Way) -> None:
+    steering = Steering(way)
+    run = build_run(folder, **steering.settings)
     rank = dist.get_rank()
     run.train(1)
     run.manager.maybe_wait_for_saving()
     if rank == 0:
-        hold_next_save(Hold(folder, "index"), INDEX)
+        steering.set(COMMIT, Hold(folder, "commit").stop_here)
     run.train(2)
     (folder / f"fork-{rank}").write_text(str(fork_that_keeps_the_connection(run)))
     (folder / f"pid-{rank}").write_text(str(writer_pid(run)))
@@ -193,13 +222,14 @@ def be_killed(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_as(folder: Path) -> str:
+def end_as(folder: Path, way: Way) -> str:
     """Four runs of one rank each, which end in four ways with a save in flight."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    run = build_run(folder / str(rank), async_mode=PINNED)
+    steering = Steering(way)
+    run = build_run(folder / str(rank), **steering.settings)
     hold = Hold(folder, f"rank-{rank}").make()
-    hold_next_save(hold, DATA)
+    steering.set(BEFORE_DATA, hold.stop_here)
     run.train(1)
     hold.await_reached()
     pid = writer_pid(run)
@@ -220,48 +250,53 @@ def end_as(folder: Path) -> str:
     return "closed"
 
 
-def test_a_checkpoint_is_the_one_that_a_save_in_the_training_thread_makes(tmp_path: Path) -> None:
-    pids = run_on_ranks(2, save_what_changes, tmp_path, **PATIENCE)
-    assert None not in pids and len(set(pids)) == 2
-    for step in (4, 6):
-        pinned, index = contents(tmp_path / f"pinned/checkpoint/step-{step}")
-        reference, expected = contents(tmp_path / f"reference/checkpoint/step-{step}")
-        assert pinned == reference
-        assert index.planner_data == expected.planner_data
-        for name, entry in expected.state_dict_metadata.items():
-            found = index.state_dict_metadata[name]
-            assert getattr(found, "chunks", None) == getattr(entry, "chunks", None)
-    assert len(pinned) > 1500
-
-
-@pytest.mark.parametrize("mode", ["async", PINNED])
-def test_saves_in_a_row_never_meet_training_s_collectives_and_use_up_nothing(
-    tmp_path: Path, mode: str
+@over(PINNED, TC)
+def test_a_checkpoint_is_the_one_that_a_save_in_the_training_thread_makes(
+    tmp_path: Path, way: Way
 ) -> None:
-    ends = run_on_ranks(2, save_in_a_row, tmp_path, mode, **PATIENCE)
+    pids = run_on_ranks(2, save_what_changes, tmp_path, way, **PATIENCE)
+    assert None not in pids and len(set(pids)) == 2
+    contents = contents_of_dcp if way is PINNED else contents_of_tc
+    for step in (4, 6):
+        staged, index = contents(tmp_path / f"staged/checkpoint/step-{step}")
+        reference, expected = contents(tmp_path / f"reference/checkpoint/step-{step}")
+        assert len(staged) > 40
+        assert staged == reference
+        assert index == expected
+    assert len(staged) > 1500
+
+
+@over(ASYNC, PINNED, TC)
+def test_saves_in_a_row_never_meet_training_s_collectives_and_use_up_nothing(
+    tmp_path: Path, way: Way
+) -> None:
+    ends = run_on_ranks(2, save_in_a_row, tmp_path, way, **PATIENCE)
     for sums, built, used, closed, memory, _ in ends:
         assert sums == [2.0 * step + 1 for step in range(1, 17)]
         assert used[0] == used[1]
         assert closed["processes"] == built["processes"] and closed["threads"] <= built["threads"]
         assert closed["shared memory"] == built["shared memory"]
-        if mode == PINNED:
+        if way.has_writer:
             assert used[0]["processes"] == built["processes"] + 1
             assert used[0]["shared memory"] == built["shared memory"] + 1
-            assert closed["descriptors"] == built["descriptors"]
+            assert closed["descriptors"] <= built["descriptors"]
             assert memory[1] - memory[0] < 24 * 2**20
     assert names(tmp_path) == ["step-15", "step-16"]
-    for step, snapshot in run_on_ranks(2, load_newest, tmp_path):
+    for step, snapshot in run_on_ranks(2, load_newest, tmp_path, way):
         assert step == 16 and snapshot == ends[0][5]
 
 
-def test_a_writer_dies_with_its_killed_trainer_and_commits_nothing(tmp_path: Path) -> None:
-    hold = Hold(tmp_path, "index").make()
+@over(PINNED, TC)
+def test_a_writer_dies_with_its_killed_trainer_and_commits_nothing(
+    tmp_path: Path, way: Way
+) -> None:
+    hold = Hold(tmp_path, "commit").make()
     for rank in (0, 1):
         os.mkfifo(tmp_path / f"ready-{rank}")
     ends: list[Any] = []
     runs = threading.Thread(
         target=lambda: ends.extend(
-            end_of_ranks(2, be_killed, tmp_path, settle_seconds=30, **PATIENCE)
+            end_of_ranks(2, be_killed, tmp_path, way, settle_seconds=30, **PATIENCE)
         )
     )
     runs.start()
@@ -275,17 +310,24 @@ def test_a_writer_dies_with_its_killed_trainer_and_commits_nothing(tmp_path: Pat
     finally:
         for rank in (0, 1):
             os.kill(int((tmp_path / f"fork-{rank}").read_text()), signal.SIGKILL)
-    files = {path.name for path in (tmp_path / "checkpoint/step-2").iterdir()}
-    assert files == {"__0_0.distcp", "__1_0.distcp", ".metadata.tmp"}
-    assert (tmp_path / "checkpoint/step-1/.metadata").exists()
+    assert names(tmp_path) == sorted(["step-1", way.unfinished(2)])
+    files = {path.name for path in (tmp_path / "checkpoint" / way.unfinished(2)).iterdir()}
+    if way is PINNED:
+        assert files == {"__0_0.distcp", "__1_0.distcp", ".metadata.tmp"}
+    else:
+        assert {"metadata.pkl", "model_0.pt", "model_1.pt"} < files
+    assert way.complete(tmp_path) == ["step-1"]
 
 
-def test_no_ending_leaves_a_writer_behind_and_orderly_ones_finish_the_save(tmp_path: Path) -> None:
-    ends = end_of_ranks(4, end_as, tmp_path, init=False, settle_seconds=240, **PATIENCE)
+@over(PINNED, TC)
+def test_no_ending_leaves_a_writer_behind_and_orderly_ones_finish_the_save(
+    tmp_path: Path, way: Way
+) -> None:
+    ends = end_of_ranks(4, end_as, tmp_path, way, init=False, settle_seconds=240, **PATIENCE)
     values = [end.value or end.detail.splitlines()[-1] for end in ends]
     assert values[0] == "without closing" and "nobody catches" in values[1]
     assert values[2:] == ["closed", "closed"], [end.log for end in ends]
     await_end([int((tmp_path / f"pid-{rank}").read_text()) for rank in range(4)])
-    complete = [(tmp_path / f"{rank}/checkpoint/step-1/.metadata").exists() for rank in range(4)]
+    complete = [way.complete(tmp_path / str(rank)) for rank in range(4)]
     # Python itself waits for the thread of a save that nobody closed.
-    assert complete == [True, False, True, True]
+    assert complete == [["step-1"], [], ["step-1"], ["step-1"]]

@@ -25,6 +25,8 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.model import Flavor
 from torchtitan.trainer import Trainer
 
+from tests.unit_tests.components.checkpointer.ways import saves_in_background, stager_of
+
 NUM_STEPS = 12
 CONTEXT = 32
 NUM_DOCUMENTS = 23
@@ -57,8 +59,8 @@ class Trace:
 
     epochs: dict[int, int] = field(default_factory=dict)
     resumed_from: int = 0
-    async_mode: str = ""
-    """How the run saved in the end, which is not how it was told to if staging failed."""
+    is_background: bool = False
+    """Whether saves went on beside training in the end, which a run may give up."""
 
     has_writer: bool = False
     """Whether a process of its own wrote checkpoints in the end."""
@@ -87,6 +89,9 @@ class Recorded(Trainer):
         return super().post_dataloading_process(input_dict, labels)
 
     def train_step(self, data_iterator: Any) -> None:
+        _note_how_it_saves(
+            self
+        )  # with the saves before the last one, which no background is left for
         if self.crash_after is not None and self.step > self.crash_after:
             self.step -= 1  # the one in hand never ran
             raise CrashError
@@ -141,11 +146,11 @@ def state_of(trainer: Trainer) -> dict[str, str]:
     return {name: digest(value) for name, value in sorted(state.items())}
 
 
-def _note_how_it_saved(trainer: Recorded) -> None:
+def _note_how_it_saves(trainer: Recorded) -> None:
     manager = trainer.checkpointer
-    if isinstance(manager, CheckpointManager) and manager.enable:
-        trainer.trace.async_mode = manager.async_mode.value
-        trainer.trace.has_writer = getattr(manager.stager, "writer_pid", None) is not None
+    if manager.enable:
+        trainer.trace.is_background = saves_in_background(manager)
+        trainer.trace.has_writer = getattr(stager_of(manager), "writer_pid", None) is not None
 
 
 def generators() -> dict[str, str]:
@@ -232,7 +237,6 @@ def run(
     except CrashError:
         pass
     trainer.trace.rng = generators()
-    _note_how_it_saved(trainer)
     trainer.close()
     if with_state:
         trainer.trace.state = state_of(trainer)

@@ -6,14 +6,15 @@ build_run(folder, **way.settings, ...)      make_config(folder, name, **way.sett
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 from torch_checkpointing.checkpoint_manager import CheckpointManager as LibraryManager
-from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer import AsyncMode, BaseCheckpointManager, CheckpointManager
 from torchtitan.components.checkpointer.formats import DCP, Format
 from torchtitan.components.checkpointer.pinned import means
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 from torchtitan.components.checkpointer.tc.library import BackendConfig
 from torchtitan.components.checkpointer.torch_checkpointing import TorchCheckpointingManager
 
@@ -93,3 +94,16 @@ def over(*ways: Way) -> pytest.MarkDecorator:
     """Run a test once for each of ``ways``, which it gets as ``way``."""
     chosen: Iterable[Way] = ways or WAYS
     return pytest.mark.parametrize("way", chosen, ids=str)
+
+
+def stager_of(manager: Any) -> SharedMemoryStager | None:
+    """What copies beside training, once it is there."""
+    found = manager.stager if isinstance(manager, CheckpointManager) else manager._stager
+    return cast(SharedMemoryStager | None, found)
+
+
+def saves_in_background(manager: Any) -> bool:
+    """Whether training goes on during the next save; a manager may have given that up."""
+    if isinstance(manager, CheckpointManager):
+        return manager.async_mode is not AsyncMode.DISABLED
+    return manager._is_async
