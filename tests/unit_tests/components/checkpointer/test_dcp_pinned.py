@@ -1,5 +1,6 @@
 """When the manager warms up, and what it does on a machine that turns out to be too small."""
 
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
+from torch.distributed.checkpoint import _async_process_executor as torch_executor
 from torchtitan.components.checkpointer import AsyncMode, dcp, dcp_pinned, waiting
 from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
@@ -61,6 +63,53 @@ def test_each_save_but_the_last_looks_first_whether_it_can_be_staged(
     run.manager.close()
 
 
+def test_torch_hands_its_saves_over_while_there_is_a_stager(
+    made: MagicMock, tmp_path: Path
+) -> None:
+    runs = [build_run(tmp_path / name, async_mode=PINNED, interval=9) for name in ("a", "b")]
+    assert torch_executor._CHECKPOINT_PROCESS is None
+    for run in runs:
+        run.train(1)
+    for run in runs:
+        assert torch_executor._CHECKPOINT_PROCESS is not None
+        run.manager.close()
+        run.manager.close()
+    assert torch_executor._CHECKPOINT_PROCESS is None
+
+
+class ForgettingStager:
+    """Keeps what it is built with, as the real one does; a mock would keep it for ever."""
+
+    num_closed = 0
+    losses_in_a_row = 0
+    has_usable_writer, lacks_room = True, False
+
+    def __init__(self, options: Any, **given: Any) -> None:
+        self.given = given
+        self.shortages: list[str] = []
+
+    def prewarm(self, state_dict: dict[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        type(self).num_closed += 1
+
+
+def test_a_manager_that_an_exception_drops_does_not_wait_for_its_writer_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp, "DefaultStager", ForgettingStager)
+    run = build_run(tmp_path, async_mode=PINNED, interval=9)
+    run.train(1)
+    gc.disable()
+    try:
+        del run
+        assert ForgettingStager.num_closed == 0
+    finally:
+        gc.enable()
+    gc.collect()
+    assert ForgettingStager.num_closed == 1
+
+
 def test_a_run_that_never_saves_makes_nothing_and_says_nothing(
     made: MagicMock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,6 +133,7 @@ def test_a_machine_without_memory_for_the_copy_saves_all_the_same(
     run = build_run(tmp_path, async_mode=PINNED, keep_latest_k=0, **{"interval": 2, **settings})
     run.train(4)
     assert run.manager.async_mode is AsyncMode.DISABLED and run.manager.stager is None
+    assert torch_executor._CHECKPOINT_PROCESS is None
     assert caplog.text.count("From now on training waits for each save") == 1
     assert "only 0.00 GiB of memory are free" in caplog.text and started == []
     run.manager.close()

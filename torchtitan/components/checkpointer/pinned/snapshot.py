@@ -29,8 +29,8 @@ CanWait = Callable[[str, torch.Tensor], bool]
 DescribeShard = Callable[[DTensor], Any]
 """What travels with this rank's part of a sharded tensor: can be pickled and compared with ==.
 
-Called for each place where the tensor occurs in a state; what descriptions share is still shared
-afterwards."""
+Called wherever the tensor occurs in a state. What descriptions share is still shared in the writer.
+"""
 
 BuildShard = Callable[[torch.Tensor, Any], torch.Tensor]
 """(this rank's part, its description) -> what stands for the sharded tensor in the writer."""

@@ -1,5 +1,6 @@
 """A state dict is taken apart and put together again, whatever it is made of."""
 
+import io
 from collections import OrderedDict
 from typing import Any
 
@@ -18,12 +19,16 @@ def always(key: str, tensor: torch.Tensor) -> bool:
     return True
 
 
-def copied(state: dict[str, Any], arena: Arena) -> tuple[Snapshot, dict[str, Any]]:
-    snapshot = take(state, always, describe)
+def copied_into(snapshot: Snapshot, arena: Arena) -> Arena:
     arena.reserve(snapshot.size_bytes + 1)
     for source, place in snapshot.later:
         arena.tensor(place.offset, place.shape, place.dtype).copy_(source)
-    return snapshot, restore(snapshot.payload, arena, build)
+    return arena
+
+
+def copied(state: dict[str, Any], arena: Arena) -> tuple[Snapshot, dict[str, Any]]:
+    snapshot = take(state, always, describe)
+    return snapshot, restore(snapshot.payload, copied_into(snapshot, arena), build)
 
 
 def test_every_kind_of_value_comes_back_and_none_is_shared() -> None:
@@ -47,11 +52,24 @@ def test_every_kind_of_value_comes_back_and_none_is_shared() -> None:
     assert restored["nested"]["array"].tolist() == [0, 1, 2]
 
 
-def test_tied_tensors_take_one_place_and_views_of_another_shape_their_own() -> None:
+def saved_bytes(state: Any) -> int:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.tell()
+
+
+def test_tied_tensors_come_back_as_one_and_views_of_another_shape_on_their_own() -> None:
     weight = torch.ones(8, 2)
-    snapshot, restored = copied({"a": weight, "b": weight, "c": weight.view(16)}, Arena())
+    state = {"a": weight, "b": [weight.detach()], "c": weight.view(16), "d": weight.view(16)}
+    snapshot, restored = copied(state, Arena())
     assert len(snapshot.later) == 2
-    assert restored["a"].data_ptr() == restored["b"].data_ptr() != restored["c"].data_ptr()
+    assert restored["a"] is restored["b"][0] and restored["c"] is restored["d"]
+    assert restored["a"].data_ptr() != restored["c"].data_ptr()
+
+
+def test_empty_tensors_at_one_offset_are_not_taken_for_tied() -> None:
+    _, restored = copied({"a": torch.empty(0, 5), "b": torch.empty(0, 5)}, Arena())
+    assert restored["a"] is not restored["b"] and restored["b"].shape == (0, 5)
 
 
 def test_views_of_one_memory_that_read_it_differently_are_not_taken_for_tied() -> None:
@@ -98,6 +116,47 @@ def test_a_shard_plans_the_same_write_as_the_sharded_tensor_and_needs_no_mesh() 
     assert [item.tensor_data for item in found] == [item.tensor_data for item in wanted]
     shard = restored["sharded"].__get_tensor_shard__(None)
     assert type(shard) is torch.Tensor and torch.equal(shard, whole)
+
+
+def build_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+    return DTensor(local, spec, requires_grad=False)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_tensor_comes_back_as_whatever_its_description_is_made_into() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    whole = torch.arange(4096.0)
+    weight = distribute_tensor(whole, mesh, [Shard(0)])
+    local = weight.to_local()
+    replicated = DTensor.from_local(local, mesh, [Replicate()])
+    state: dict[str, Any] = {
+        "model": {"w": weight, "tied": weight.detach(), "other": distribute_tensor(-whole, mesh)},
+        "local": local,
+        "replicated": replicated,
+    }
+    snapshot = take(state, always, lambda tensor: tensor._spec)
+    # Nothing of the mesh, which has a tensor as well, lies where the next save writes.
+    assert sum(source.nbytes for source, _ in snapshot.later) == 2 * whole.nbytes
+    arena = copied_into(snapshot, Arena())
+    restored = restore(snapshot.payload, arena, build_dtensor)
+    model = restored["model"]
+    assert model["w"] is model["tied"] and model["w"].placements == (Shard(0),)
+    assert torch.equal(model["w"].to_local(), whole)
+    assert model["w"].device_mesh is model["other"].device_mesh == mesh
+    # The same elements, read in another way.
+    assert restored["replicated"].placements == (Replicate(),)
+    assert restored["local"].data_ptr() == model["w"].to_local().data_ptr()
+    assert saved_bytes(restored) < 3 * whole.nbytes
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tied_shards_are_planned_under_each_of_their_names() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    _, restored = copied({"a": weight, "b": weight.detach()}, Arena())
+    assert restored["a"] is restored["b"]
+    items = create_default_local_save_plan(restored, True).items
+    assert [item.index.fqn for item in items] == ["a", "b"]
 
 
 def test_a_class_of_the_program_that_was_started_is_named_because_no_other_process_has_it() -> None:

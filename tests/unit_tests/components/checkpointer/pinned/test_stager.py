@@ -121,6 +121,18 @@ def test_state_that_changes_its_structure_is_saved_whole_in_memory_that_grows(
     assert stager._arena.size_bytes < 4 * 3_000_000 + 4 * 2**20
 
 
+def test_staged_saves_are_counted_whether_they_fail_or_not(stager: SharedMemoryStager) -> None:
+    assert stager.meeting is None
+    for _ in range(2):
+        stager.start_writer()
+        stage(stager, {"still": torch.ones(2)}).deliver(None, "/a")
+        with patch.object(stager, "_copy", side_effect=RuntimeError("the device is lost")):
+            stage(stager, {}).deliver(None, "/a")
+        assert stager.meeting is process_of(stager).meeting
+    attempts = [[request.attempt for request in made.requests] for made in ProcessInThisOne.made]
+    assert attempts == [[1, 2], [3, 4]]
+
+
 def test_prewarming_takes_the_memory_of_the_first_save(stager: SharedMemoryStager) -> None:
     state = {"still": torch.zeros(3_000_000)}
     stager.start_writer()

@@ -9,22 +9,29 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchtitan.components.checkpointer import waiting
 from torchtitan.components.checkpointer.dcp_pinned import WRITER_PROGRAM
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
 from torchtitan.components.checkpointer.pinned.dcp_shards import describe
-from torchtitan.components.checkpointer.pinned.meeting import Meeting
+from torchtitan.components.checkpointer.pinned.meeting import (
+    committed_key,
+    Meeting,
+    open_store,
+    written_key,
+)
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import take
 from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError, WriterProcess
 
-from tests.ranks.held_writer import FullDiskWriter, HeldWriter, Hold, INDEX
+from tests.ranks.steering import BEFORE_DATA, COMMIT, disk_full, Hold, SteeredWriter
 from tests.unit_tests.components.checkpointer.fakes import UnkillableProcess
 
 _started: list[WriterProcess] = []
@@ -39,11 +46,11 @@ def no_process_outlives_its_test() -> Iterator[None]:
     _started.clear()
 
 
-def start(arena: Arena) -> WriterProcess:
-    alone = Meeting(
-        rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=60)
-    )
-    _started.append(WriterProcess(arena, alone, program=WRITER_PROGRAM))
+ALONE = Meeting(rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=60))
+
+
+def start(arena: Arena, meeting: Meeting = ALONE) -> WriterProcess:
+    _started.append(WriterProcess(arena, meeting, program=WRITER_PROGRAM))
     return _started[-1]
 
 
@@ -75,7 +82,7 @@ def test_a_full_disk_is_told_as_such_and_a_process_that_hangs_is_ended_in_time(
 ) -> None:
     arena = Arena()
     process = start(arena)
-    full = request_for(arena, FullDiskWriter(str(tmp_path / "step-1")))
+    full = request_for(arena, SteeredWriter(str(tmp_path / "step-1"), BEFORE_DATA, disk_full))
     with pytest.raises(BaseException) as failed:
         process.save(full)
     assert "No space left on device" in str(failed.value)
@@ -91,12 +98,23 @@ def test_a_full_disk_is_told_as_such_and_a_process_that_hangs_is_ended_in_time(
 
 def test_a_killed_process_is_known_before_the_next_save_and_named_by_it(tmp_path: Path) -> None:
     arena = Arena()
-    process = start(arena)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    of_two = replace(ALONE, world_size=2, host="localhost", port=store.port)
+    process = start(arena, of_two)
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not process.is_usable
     with pytest.raises(WriterDiedError, match=f"{process.pid} of rank 0 was ended by SIGKILL"):
-        process.save(request_for(arena, FullDiskWriter(str(tmp_path))))
+        process.save(
+            replace(
+                request_for(arena, SteeredWriter(str(tmp_path), BEFORE_DATA, disk_full)), attempt=7
+            )
+        )
+    # The writer of the other rank may wait for this one at any of these.
+    there = open_store(of_two, timedelta(seconds=30))
+    for key in (written_key(7), committed_key(7)):
+        assert f"{process.pid} of rank 0 was ended by SIGKILL" in there.get(key).decode()
+    assert not there.check([written_key(8)])
     process.end()
     arena.close()
 
@@ -106,7 +124,7 @@ def test_a_process_started_by_another_thread_ends_with_its_connection_and_commit
 ) -> None:
     arena, hold = Arena(), Hold(tmp_path, "index").make()
     process = in_a_thread(start, arena)
-    request = request_for(arena, HeldWriter(str(tmp_path / "step-1"), hold, INDEX))
+    request = request_for(arena, SteeredWriter(str(tmp_path / "step-1"), COMMIT, hold.stop_here))
     process._connection.send(request)
     hold.await_reached()  # so it outlived the thread that started it
     process._connection.close()
@@ -122,7 +140,9 @@ def test_giving_up_a_save_ends_the_process_and_whoever_waits_for_it(tmp_path: Pa
 
     def save() -> None:
         try:
-            process.save(request_for(arena, HeldWriter(str(tmp_path / "step-1"), hold, INDEX)))
+            process.save(
+                request_for(arena, SteeredWriter(str(tmp_path / "step-1"), COMMIT, hold.stop_here))
+            )
         except WriterDiedError as error:
             failures.append(error)
 
@@ -143,9 +163,7 @@ def test_a_process_that_sigkill_does_not_end_is_left_behind_in_time(
     arena = Arena()
     process = WriterProcess(
         arena,
-        Meeting(
-            rank=0, world_size=1, host="", port=0, generation=1, timeout=timedelta(seconds=0.1)
-        ),
+        replace(ALONE, timeout=timedelta(seconds=0.1)),
         program=WRITER_PROGRAM,
     )
     with pytest.raises(TimeoutError, match="timeout_seconds.* was killed, but the kernel still"):
