@@ -43,7 +43,7 @@ from torchtitan.components.checkpointer.state import (
     TRAIN_STATE,
 )
 from torchtitan.components.checkpointer.tc.index import MARKER
-from torchtitan.components.checkpointer.tc.leaves import leaves, name_of, path_of
+from torchtitan.components.checkpointer.tc.leaves import leaves, name_of, Nested, path_of
 from torchtitan.components.checkpointer.tc.library import PlainMetadata
 from torchtitan.components.checkpointer.templates import SavedEntry, templates
 from torchtitan.tools.errors import portable
@@ -156,7 +156,7 @@ def restore(
         if any(isinstance(value, torch.Tensor) for _, value in leaves(tree))
     }
     _read_on_all_ranks(lambda: read(into), source.path, group)
-    filled = {key: _put(key, tree, saved.values) for key, tree in trees.items()}
+    filled = {key: _put(key, tree, saved) for key, tree in trees.items()}
     restore_state_dict({**targets, MODEL: states[MODEL]}, filled)
     if TRAIN_STATE not in excluded:
         require_step(source, states.get(TRAIN_STATE))
@@ -264,13 +264,29 @@ def _read_on_all_ranks(
             ) from error
 
 
-def _put(key: str, tree: Any, values: Mapping[str, Any]) -> Any:
+def _put(key: str, tree: Any, saved: Saved) -> Any:
     """``tree`` with the saved values in their places, which for a dict is done in place."""
-    for nested, value in list(leaves(tree)):
-        name = name_of(key, nested)
-        if isinstance(value, torch.Tensor) or name not in values:
+    # By where they were: a list of places for values says nothing of the lists that it held.
+    for name, value in saved.values.items():
+        path = saved.outline[name].path
+        if key != MODEL and path[0] != key:
             continue
+        nested = path if key == MODEL else path[1:]
         if not nested:
-            return values[name]
-        set_element(tree, nested, values[name])
+            return value
+        if _has_place(tree, nested):
+            set_element(tree, nested, value)
     return tree
+
+
+def _has_place(tree: Any, nested: Nested) -> bool:
+    for part in nested:
+        if isinstance(tree, Mapping):
+            if part not in tree:
+                return False
+            tree = tree[part]
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            tree = tree[part]
+        else:
+            return False
+    return not isinstance(tree, torch.Tensor)

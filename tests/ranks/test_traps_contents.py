@@ -1,0 +1,179 @@
+"""What torch_checkpointing does to a state without a word, and that it does not here.
+
+    what it does if left alone                         what shows that it does not reach a user
+    -------------------------------------------------  -----------------------------------------------
+    values beside shards are lost in another layout    test_every_kind_of_state...: "beside shards"
+    so are the values in a list that has shards        the same: "in lists"
+    a mesh of another name is another layout           the same: meshes are named after their seed
+    of views that begin at one address, one is read    the same: "rows of a large table"
+    no place may change its type                       the same: "changes", "only in"
+    all saves get the metadata of the first            the same: the second has another state
+    part of a state is read some time after the save   the same: it is spoiled right after the save
+    a tensor that rank 0 lacks is left as it was       test_what_only_some_ranks_have...: "step", "stage"
+    a tensor that differs between ranks is anybody's   the same: "not alike", the lowest rank's always
+    the loader's state is missing on further ranks     the same: "dp_rank_<r>"
+    meshes of two dimensions, replicas                 test_a_tensor_in_any_layout_of_two_dimensions...
+    a view takes as much as what it is a view of       test_a_view_takes_what_it_shows...
+    tied tensors                                       the same
+
+What is refused instead stands in test_traps_refused.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.pool import run_on_ranks
+from tests.ranks.traps import held, of_all_kinds, on_meshes, on_some_ranks, run_with
+from tests.unit_tests.components.checkpointer.runs import Run
+
+pytestmark = pytest.mark.ranks
+
+
+def spoil(run: Run) -> None:
+    """Change everything as early as a run may."""
+    extra = run.manager.states["extra"].values
+    extra["beside shards"]["set"].add("too late")
+    extra["in lists"][0]["rate"].append("too late")
+    extra["in lists"][0]["part"].to_local().fill_(-1.0)
+    extra["floats"][0].fill_(-1.0)
+    run.progress.values["step"] = run.dataloader.values["row"] = -1
+    run.lr_schedulers.step()
+    with torch.no_grad():
+        run.model.get_buffer("seen").fill_(-1)
+        run.manager.maybe_wait_for_staging()
+        for parameter in run.model.parameters():
+            parameter.fill_(-1.0)
+
+
+def save_on_two(folder: Path) -> dict[int, Any]:
+    """Two saves in the background, of two states; the second state once more at the end."""
+    run = run_with(folder, extra=of_all_kinds(1), some=on_some_ranks())
+    run.train(1)
+    run.train(2, save=False)
+    extra = run.manager.states["extra"]
+    extra.values = of_all_kinds(2)
+    saved = {2: held(run)}
+    run.manager.save(2)
+    assert run.manager.save_future is not None
+    spoil(run)
+    extra.values, run.progress.values = of_all_kinds(2), {"step": 3}
+    saved[3] = held(run)
+    run.manager.save(3, last_step=True)
+    run.manager.close()
+    return saved
+
+
+def load_from_two(folder: Path) -> dict[int, Any]:
+    """What each of the two holds, by step; each loaded into a run of other values."""
+    found = {}
+    for step in (2, 3):
+        run = run_with(folder, seed=5, extra=of_all_kinds(4), some=on_some_ranks())
+        assert run.manager.load(step)
+        found[step] = held(run)
+        run.manager.close()
+    return found
+
+
+def save_on_four(folder: Path) -> Any:
+    run = run_with(folder, meshes=on_meshes(1), some=on_some_ranks())
+    run.train(1, last_step=1)
+    run.manager.close()
+    return held(run)
+
+
+def load_from_four(folder: Path) -> Any:
+    run = run_with(folder, seed=6, meshes=on_meshes(2), some={})
+    assert run.manager.load()
+    run.manager.close()
+    return held(run)
+
+
+def load_both(folder: Path) -> Any:
+    return load_from_two(folder / "two"), load_from_four(folder / "four")
+
+
+def load_one_save_other(folder: Path) -> Any:
+    return load_from_two(folder / "two"), save_on_four(folder / "four")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traps")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Any]:
+    """What was saved on 2 and on 4 ranks, and what runs on 1, 2 and 4 ranks load of it; by rank."""
+    found: dict[str, Any] = {"saved on 2": run_on_ranks(2, save_on_two, folder / "two")}
+    on_four = run_on_ranks(4, load_one_save_other, folder)
+    found["2 on 4"], found["saved on 4"] = zip(*on_four, strict=True)
+    for num_ranks in (1, 2):
+        both = run_on_ranks(num_ranks, load_both, folder)
+        found[f"2 on {num_ranks}"], found[f"4 on {num_ranks}"] = zip(*both, strict=True)
+    return found
+
+
+def without(state: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in keys}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("step", [2, 3])
+def test_every_kind_of_state_comes_back_on_any_number_of_ranks(
+    runs: dict[str, Any], step: int, num_ranks: int
+) -> None:
+    saved = without(runs["saved on 2"][0][step], "some")
+    assert len(saved["extra"]) == 14 and len(saved) > 20
+    for found in runs[f"2 on {num_ranks}"]:
+        found = without(found[step], "some")
+        extra, expected = found.pop("extra"), saved["extra"]
+        assert {key for key in extra | expected if extra.get(key) != expected.get(key)} == set()
+        assert found == without(saved, "extra")
+
+
+def all_parts(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks have together; of what several have, that of the lowest."""
+    together: dict[str, Any] = {}
+    for part in reversed(of_ranks):
+        together |= part
+    return together
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_what_only_some_ranks_have_is_there_for_all_that_ask(
+    runs: dict[str, Any], num_ranks: int
+) -> None:
+    saved = all_parts([state[2]["some"] for state in runs["saved on 2"]])
+    assert {"stage 0", "stage 1", "step 0", "step 1", "of the last", "dp_rank_1"} <= set(saved)
+    for rank, found in enumerate(runs[f"2 on {num_ranks}"]):
+        others = {f"dp_rank_{other}" for other in (0, 1) if other != rank}
+        assert found[2]["some"] == without(saved, *others)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tensor_in_any_layout_of_two_dimensions_comes_back_in_another(
+    runs: dict[str, Any], num_ranks: int
+) -> None:
+    saved = all_parts([state["some"] for state in runs["saved on 4"]])
+    assert {"stage 3", "step 3", "dp_rank_3"} <= set(saved)
+    for found in runs[f"4 on {num_ranks}"]:
+        assert len(found["meshes"]) == 9
+        assert found["meshes"] == runs["saved on 4"][0]["meshes"]
+        assert found["some"] == saved
+
+
+def test_a_view_takes_what_it_shows_however_it_is_saved(folder: Path, runs: dict[str, Any]) -> None:
+    sizes = {}
+    for step in (2, 3):
+        files = (folder / f"two/checkpoint/step-{step}").glob("*_*.pt")
+        sizes[step] = {path.name: path.stat().st_size for path in files}
+        file = folder / f"two/checkpoint/step-{step}/extra_0.pt"
+        tensors = torch.load(file, weights_only=False)
+        assert tensors["twice"][0].data_ptr() == tensors["twice"][1].data_ptr()
+    # By a process from shared memory, and by the training thread, where views may share memory.
+    assert sizes[2].keys() == sizes[3].keys()
+    assert all(size <= sizes[2][name] for name, size in sizes[3].items())
+    assert sizes[2]["extra_0.pt"] < 20_000
