@@ -59,11 +59,13 @@ class Section:
     intro: str
     config_class: type
     flags: tuple[Flag, ...]
+    is_choice: bool = False
+    """It stands in place of another section, from which it may differ only in what it lacks."""
 
 
 def page() -> str:
     """The text of docs/flags.md."""
-    sections = [section for section in all_sections() if section.flags]
+    sections = [section for section in all_sections() if section.flags or section.is_choice]
     links = ", ".join(f"[{section.title}](#{_anchor(section.title)})" for section in sections)
     lines = [
         "# Every flag",
@@ -95,6 +97,8 @@ def _body(section: Section, same_as: str | None) -> list[str]:
             *intro,
             f"The flags are those of `{same_as}`, with `{section.name}.` in place of `{same_as}.`",
         ]
+    if not section.flags:
+        return [section.intro]
     rows = [
         f"| `--{flag.name}` | {flag.values} | {flag.default} | {flag.meaning} |"
         for flag in section.flags
@@ -123,11 +127,14 @@ def _other_backends(known: Section) -> Iterator[Section]:
         common = {flag.name for flag in known.flags}
         lost = sorted(common - {flag.name for flag in own.flags})
         without = f" except {', '.join(f'`--{flag}`' for flag in lost)}" if lost else ""
+        flags = tuple(flag for flag in own.flags if flag.name not in common)
+        end = ", and:" if flags else "."
         yield replace(
             own,
             title=f"{known.name}.backend {name}",
-            intro=f"The flags of [{known.title}](#{_anchor(known.title)}){without}, and:",
-            flags=tuple(flag for flag in own.flags if flag.name not in common),
+            intro=f"The flags of [{known.title}](#{_anchor(known.title)}){without}{end}",
+            flags=flags,
+            is_choice=True,
         )
         yield from below
 
