@@ -7,8 +7,8 @@
 #   MODULE, CONFIG   recipe (default: llama3, llama3_jargon); --module and --config win over them, and
 #                    a module without a config is an error that names its recipes
 #   NGPU             ranks on this machine (default: its GPUs, else 2 ranks on the CPU)
-#   NNODES           machines (default: 1), each with NGPU ranks and a clone of its own; start the same
-#                    command on all of them, with a place to meet on one, say
+#   NNODES           machines (default: 1), each with NGPU ranks; start the same command on all of
+#                    them, with a place to meet on one, see docs/many_machines.md:
 #                    TORCHRUN_ARGS="--rdzv_endpoint=first-host:29500 --rdzv_id=my-run"
 #   LOG_RANK         ranks whose output is shown, comma separated (default: 0)
 #   COMM_MODE        fake_backend: one step in one process that plays one of NGPU ranks
