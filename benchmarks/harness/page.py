@@ -17,6 +17,9 @@ pre { overflow-x: auto; font-size: 13px; line-height: 1.35; }
 h2 { font-size: 18px; margin: 32px 0 0; }
 p { margin: 4px 0; color: #475569; }
 """
+# On by default: a button that uploads the plot to the makers of plotly.
+_CONFIG = {"displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
+_MARGIN = {"t": 40}
 _COLORS = ("#64748b", "#2563eb", "#d97706", "#059669")
 
 
@@ -65,7 +68,7 @@ def write(path: Path, title: str, text: str, figures: Sequence[Figure]) -> None:
     for number, figure in enumerate(figures):
         drawn = _bars(figure) if isinstance(figure, Bars) else _intervals(figure)
         # The library itself once, in front of the first plot.
-        plot = io.to_html(drawn, full_html=False, include_plotlyjs=number == 0)
+        plot = io.to_html(drawn, full_html=False, include_plotlyjs=number == 0, config=_CONFIG)
         parts.append(f"<h2>{html.escape(figure.title)}</h2>\n{plot}")
     content = "\n".join(parts)
     path.write_text(
@@ -84,7 +87,7 @@ def _bars(figure: Bars) -> dict[str, Any]:
             "name": name,
             "x": figure.labels,
             "y": values,
-            "marker": {"color": colors[name]},
+            "marker": {"color": colors[name], "opacity": 0.5},
             "offsetgroup": name,
         }
         for name, values in figure.values.items()
@@ -120,7 +123,8 @@ def _bars(figure: Bars) -> dict[str, Any]:
         "boxmode": "group",
         "template": "plotly_white",
         "yaxis": {"title": {"text": figure.axis}, "rangemode": "tozero"},
-        "height": 420,
+        "height": 380,
+        "margin": _MARGIN,
     }
     if figure.line is not None:
         layout["shapes"] = [_line(y0=figure.line, y1=figure.line, x0=0, x1=1, xref="paper")]
@@ -149,6 +153,7 @@ def _intervals(figure: Intervals) -> dict[str, Any]:
         "xaxis": {"title": {"text": figure.axis}},
         "yaxis": {"autorange": "reversed", "automargin": True},
         "height": 140 + 26 * len(figure.labels),
+        "margin": _MARGIN,
         "shapes": [_line(x0=figure.limit, x1=figure.limit, y0=0, y1=1, yref="paper")],
     }
     return {"data": [trace], "layout": layout}

@@ -24,7 +24,7 @@ from benchmarks.saving.cases import Case, LOAD_CASES
 from benchmarks.saving.sides import FIRST_STEP, Side
 
 SAME, RESHARDED = "same", "resharded"
-_SUMS = "sums.json"
+SUMS = "sums.json"
 _NUM_LIMITS = 5
 # Of two sums over millions of numbers that were added up in another order.
 _TOLERANCE = 1e-6
@@ -64,7 +64,7 @@ def measure(
     folders = {SAME: work, RESHARDED: Path(other_folder)}
     for layout, by_name in sides.items():
         for name, side in by_name.items():
-            _check(run, side, folders[layout], f"{name}, {layout} layout")
+            require_loaded(run, side, folders[layout], f"{name}, {layout} layout")
     found: dict[str, Any] = {"state_bytes": limits.size_bytes, "limits": [], "cpu": []}
     found["load"] = {layout: {name: [] for name in entry.sides} for layout in sides}
     for number in range(num_pairs):
@@ -103,14 +103,14 @@ def _save(case: Case, run: Run, folder: Path) -> dict[str, Side]:
         side.wait_for_saving()
     sums = run.sums()
     if dist.get_rank() == 0:
-        (folder / _SUMS).write_text(json.dumps(sums))
+        (folder / SUMS).write_text(json.dumps(sums))
     dist.barrier()
     return sides
 
 
-def _check(run: Run, side: Side, folder: Path, what: str) -> None:
+def require_loaded(run: Run, side: Side, folder: Path, what: str) -> None:
     run.clear()
     side.load(FIRST_STEP)
-    saved, loaded = json.loads((folder / _SUMS).read_text()), run.sums()
+    saved, loaded = json.loads((folder / SUMS).read_text()), run.sums()
     if any(abs(a - b) > _TOLERANCE * abs(a) for a, b in zip(saved, loaded, strict=True)):
         raise RuntimeError(f"{what}: saved {saved}, loaded {loaded}: this would measure nothing")
