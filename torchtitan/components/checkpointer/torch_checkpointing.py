@@ -125,17 +125,8 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             ValueError: a setting needs something that is not there.
         """
         chosen_storage = storage_config or DurableStorageConfig()
-        backend_config = None
-        if config.enable:
-            # Before anything is there that would have to be closed.
-            require_local(config.folder, config.initial_load_path)
-            backend_config = for_this_run(
-                _default_backend_config(),
-                states,
-                storage_config=chosen_storage,
-                limit_seconds=config.timeout_seconds,
-                load_only=config.load_only,
-            )
+        # Before anything is there that would have to be closed.
+        backend_config = _backend_config(config, states, chosen_storage) if config.enable else None
         self._backend_storage = chosen_storage.create_storage()
         super().__init__(
             config,
@@ -355,6 +346,19 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         stager, self._stager = self._stager, None
         if stager is not None:
             stager.close()
+
+
+def _backend_config(
+    config: TorchCheckpointingManager.Config, states: dict[str, Any], storage_config: StorageConfig
+) -> Any:
+    require_local(config.folder, config.initial_load_path)
+    return for_this_run(
+        _default_backend_config(),
+        states,
+        storage_config=storage_config,
+        limit_seconds=config.timeout_seconds,
+        load_only=config.load_only,
+    )
 
 
 def _speaks() -> bool:
