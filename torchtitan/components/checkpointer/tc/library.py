@@ -39,6 +39,7 @@ from torch_checkpointing.storage.base_storage import Storage
 from torch_checkpointing.types import NestedPath, RankInfo
 
 from torchtitan.components.checkpointer.agreement import gather
+from torchtitan.components.checkpointer.errors import CheckpointReadError
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 from torchtitan.components.checkpointer.tc.background import Process, Saver, SharedMemory
 from torchtitan.components.checkpointer.tc.commit import GroupCommit
@@ -192,7 +193,14 @@ class PlainMetadata(TorchDistributedMetadataFormat):
         if not storage.exists(path):
             return None
         content = parse_metadata(str(checkpoint_dir), storage.read(path))
-        return DistributedMetadata.from_dict(content)
+        try:
+            return DistributedMetadata.from_dict(content)
+        except Exception as error:
+            # Plain values that do not fit together raise whatever they happen to lack.
+            raise CheckpointReadError(
+                f"The index {path} is not one that torch_checkpointing writes: {error!r}; if it is damaged, "
+                "move it away."
+            ) from error
 
 
 class WholeReader(CheckpointReader):

@@ -12,7 +12,7 @@ The outline has the flat names that DCP's index has, so both managers say the sa
 import logging
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,8 +65,11 @@ class Saved:
     """What is no tensor, by flat name."""
 
 
-def look(storage: Storage, path: str) -> Saved:
+def look(storage: Storage, path: str, *, unneeded: Set[str] = frozenset()) -> Saved:
     """Read the metadata and the small values of the checkpoint at ``path``.
+
+    Args:
+        unneeded: the items whose values stay unread.
 
     Raises:
         CheckpointReadError: they cannot be read.
@@ -76,9 +79,13 @@ def look(storage: Storage, path: str) -> Saved:
         raise CheckpointReadError(
             f"There is no index {path}/{MARKER}. The path must be one checkpoint, a step-N directory."
         )
-    outline = dict(_tensors(metadata))
+    outline = dict(_tensors(metadata, path))
     values: dict[str, Any] = {}
-    files = _files_with_values(metadata, storage.ls(Path(path)))
+    files = [
+        found
+        for found in _files_with_values(metadata, storage.ls(Path(path)))
+        if found[0] not in unneeded
+    ]
     with ThreadPoolExecutor(_NUM_READERS) as readers:
         trees = list(readers.map(lambda one: _read(storage, Path(path, one[1])), files))
     # The lowest rank is the last to speak, so what ranks share is that of the lowest.
@@ -130,13 +137,14 @@ def restore(
     started_at = time.monotonic()
     if not source.model_only:
         require_known(excluded, states)
-    saved = rank_zero_decides(lambda: look(storage, source.path), group)
     other_keys = frozenset(states) - {MODEL}
     kept = {
         key: value
         for key, value in states.items()
         if key == MODEL or not (source.model_only or key in excluded)
     }
+    unneeded = states.keys() - kept.keys()
+    saved = rank_zero_decides(lambda: look(storage, source.path, unneeded=unneeded), group)
     wanted = templates(flatten_states(kept), other_keys, saved.outline)
     require_match(
         source.path,
@@ -187,15 +195,19 @@ def restore_state_dict(states: Mapping[str, Any], state_dict: Mapping[str, Any])
         )
 
 
-def _tensors(metadata: DistributedMetadata) -> Iterator[tuple[str, SavedEntry]]:
+def _tensors(metadata: DistributedMetadata, path: str) -> Iterator[tuple[str, SavedEntry]]:
     for key, item in metadata.metadata.items():
         for nested, groups in item.nested_path_to_metadata.items():
             sharding = groups[0].sharding_metadata
-            assert isinstance(sharding, DTensorShardingMetadata)
+            name = name_of(key, nested)
+            if not isinstance(sharding, DTensorShardingMetadata):
+                raise CheckpointReadError(
+                    f"The index {path}/{MARKER} describes {name} by {type(sharding).__name__}, which is not "
+                    "understood here; load what was written by --checkpoint.backend torch_checkpointing."
+                )
             dtype = getattr(torch, sharding.dtype.removeprefix("torch."))
-            path = path_of(key, nested)
-            yield name_of(key, nested), SavedEntry(
-                path=path, shape=tuple(sharding.global_shape), dtype=dtype
+            yield name, SavedEntry(
+                path=path_of(key, nested), shape=tuple(sharding.global_shape), dtype=dtype
             )
 
 
