@@ -1,0 +1,94 @@
+"""What a rank hands over: its tensors as they are, everything else as a copy of this moment."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.nesting import decode
+from torchtitan.components.checkpointer.state import ModelWrapper
+from torchtitan.components.checkpointer.tc.payload import payload_of
+
+from tests.unit_tests.components.checkpointer.runs import Counter, message_of
+
+ASKED = "Saving the checkpoint of step 4 to /run/step-4"
+
+
+def payload(**states: Any) -> dict[str, Any]:
+    return payload_of(states, None, ASKED)
+
+
+def test_objects_give_their_state_dicts_and_everything_else_is_itself() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    found = payload(
+        model=ModelWrapper(layer), train_state=Counter(step=4), plain={"a": 1}, number=3, none=None
+    )
+    assert found["model"]["weight"].data_ptr() == layer.weight.data_ptr()
+    assert {key: value for key, value in found.items() if key != "model"} == {
+        "train_state": {"inner": {"step": 4}},
+        "plain": {"a": 1},
+        "number": 3,
+        "none": None,
+    }
+
+
+def test_what_is_no_tensor_is_a_copy_down_to_the_last_list() -> None:
+    rows: Any = {"list": [[1], {"deep": [2]}], "set": {3}, "pair": ([4],)}
+    optimizer = {"state": {"w": torch.zeros(1)}}
+    found = payload(dataloader=Counter(rows=rows), plain=rows, optimizer=optimizer)
+    rows["list"][0].append("later")
+    rows["list"][1]["deep"].append("later")
+    rows["set"].add("later")
+    rows["pair"][0].append("later")
+    then = {"list": [[1], {"deep": [2]}], "set": {3}, "pair": ([4],)}
+    assert decode(found["plain"]) == then
+    assert decode(found["dataloader"])["inner"]["rows"] == then
+    # The tensors are to be staged from where they are.
+    assert found["optimizer"]["state"]["w"] is optimizer["state"]["w"]
+
+
+class Failing:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("row")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "state,said",
+    [
+        (Failing(), "the state odd cannot be saved: KeyError: 'row'"),
+        ({"lock": threading.Lock()}, "the state odd cannot be saved: TypeError: cannot pickle"),
+        ({"a.b": 1, "a": {"b": 2}}, "the state odd cannot be saved: ValueError: .*one name"),
+        ({("a", object()): 1}, "the state odd cannot be saved: TypeError: .*has the key"),
+        ({"s": torch.zeros(2).to_sparse()}, "the state odd cannot be saved: TypeError: s is"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_named_before_a_save_has_begun(
+    state: Any, said: str
+) -> None:
+    with pytest.raises(CheckpointSaveError, match=f"{ASKED} failed: rank 0: {said}") as caught:
+        payload(fine=1, odd=state)
+    assert str(caught.value).endswith(". Older checkpoints are untouched.")
+
+
+def test_an_entry_of_the_model_that_hides_another_state_is_refused() -> None:
+    model = ModelWrapper(nn.ModuleDict({"optimizer": nn.Linear(1, 1)}))
+    text = message_of(lambda: payload(model=model, optimizer={"state": {}}))
+    assert "optimizer.weight" in text and text.startswith(f"{ASKED} failed: rank 0: ")
+
+
+def test_a_state_that_holds_sharded_tensors_is_of_every_rank_and_still_a_copy(
+    one_rank: None,
+) -> None:
+    sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+    names = ["a"]
+    found = payload(average={"weight": sharded, "names": names})
+    names.append("later")
+    assert found["average"]["weight"] is sharded and found["average"]["names"] == ["a"]
+    text = message_of(lambda: payload(average={"weight": sharded, "lock": threading.Lock()}))
+    assert "the state average cannot be saved" in text
