@@ -107,7 +107,8 @@ def be_killed_while_a_save_is_in_flight(folder: Path, way: Way, at: str) -> None
     steering.set(at, hold.stop_here)
     there = ["0"] if at == COMMIT else ["0", "1"]
     # Of this thread alone: training's group is in use, and a client that waits serves nobody else.
-    store = _get_default_store().clone()
+    default: Any = _get_default_store()
+    store = default.clone()
 
     def kill_all_once_they_are_there() -> None:
         if str(dist.get_rank()) in there:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, zeros
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -23,6 +22,14 @@ from torchtitan.components.optimizer import (
 
 from tests.ranks.pool import run_on_ranks
 from tests.unit_tests.components.checkpointer.runs import build_manager
+from tests.unit_tests.components.checkpointer.ways import (
+    ASYNC,
+    DISABLED,
+    PINNED,
+    TC,
+    TC_WAITING,
+    Way,
+)
 
 STOP, END = 4, 8
 SIZES = {"used": 7, "late": 5, "paused": 3, "never": 4, "empty": 0, "frozen": 6}
@@ -121,7 +128,7 @@ class Run:
     lr_schedulers: LRSchedulersContainer
     shifting: Shifting
     progress: Steps
-    manager: CheckpointManager
+    manager: Any
 
     def train(self, until: int) -> None:
         while self.progress.step < until:
@@ -176,23 +183,18 @@ def build(folder: Path, *, seed: int, **settings: Any) -> Run:
     return Run(*parts, build_manager(folder, *parts, keep_latest_k=0, **settings))
 
 
-def stop_and_go_on(folder: Path, modes: list[str]) -> list[tuple[Any, Any, Any]]:
-    """By mode: snapshots of the uninterrupted run, of the resumed one, and of each step as loaded."""
+def stop_and_go_on(folder: Path, ways: list[Way]) -> list[tuple[Any, Any, Any]]:
+    """By way: snapshots of the uninterrupted run, of the resumed one, and what each step loads."""
     results = []
-    for mode in modes:
-        straight = build(folder / f"straight-{mode}", seed=1, load_only=True)
+    for way in ways:
+        straight = build(folder / f"straight-{way}", seed=1, load_only=True)
         straight.train(END)
         straight.manager.close()
-        first = build(folder / mode, seed=1, async_mode=mode)
+        first = build(folder / way.name, seed=1, **way.settings)
         first.train(STOP)
         first.manager.close()
-        loaded = {}
-        for step in range(1, STOP + 1):
-            run = build(folder / mode, seed=2, load_only=True)
-            assert run.manager.load(step)
-            loaded[step] = plain(run.shifting.value), plain(run.shifting.at(step))
-            run.manager.close()
-        second = build(folder / mode, seed=2, async_mode=mode)
+        loaded = load_each_step(folder, way)
+        second = build(folder / way.name, seed=2, load_only=True, **way.settings)
         second.progress.step = STOP
         second.set_frozen()  # before the load, as a run does that freezes what it was told to
         assert second.manager.load()
@@ -203,14 +205,27 @@ def stop_and_go_on(folder: Path, modes: list[str]) -> list[tuple[Any, Any, Any]]
     return results
 
 
+def load_each_step(folder: Path, way: Way) -> list[tuple[Any, Any]]:
+    """What was loaded of each step that ``first`` saved, and what was to come."""
+    loaded = []
+    for step in range(1, STOP + 1):
+        run = build(folder / way.name, seed=2, load_only=True, **way.settings)
+        assert run.manager.load(step)
+        loaded.append((plain(run.shifting.value), plain(run.shifting.at(step))))
+        run.manager.close()
+    return loaded
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world_size", "modes"), [(1, ["async"]), (2, ["disabled", "async_with_pinned_mem"])]
+    ("world_size", "ways"),
+    [(1, [ASYNC]), (1, [TC_WAITING]), (2, [DISABLED, PINNED]), (2, [TC]), (4, [TC_WAITING])],
+    ids=lambda value: str(value) if isinstance(value, int) else ", ".join(map(str, value)),
 )
 def test_what_has_no_gradient_or_changes_its_shape_is_resumed_bit_for_bit(
-    tmp_path: Path, world_size: int, modes: list[str]
+    tmp_path: Path, world_size: int, ways: list[Way]
 ) -> None:
-    for rank in run_on_ranks(world_size, stop_and_go_on, tmp_path, modes, timeout_seconds=240):
+    for rank in run_on_ranks(world_size, stop_and_go_on, tmp_path, ways, timeout_seconds=240):
         for straight, resumed, loaded in rank:
             assert resumed == straight
             empty = ["empty"] if world_size == 1 else []
@@ -223,5 +238,8 @@ def test_what_has_no_gradient_or_changes_its_shape_is_resumed_bit_for_bit(
                 ["used"],
             ]
             assert [group["initial_lr"] for group in resumed["groups"]] == [0.1, 0.4, 0.2, 0.3]
-            for found, saved in loaded.values():
+            for found, saved in loaded:
                 assert found == saved
+    for others in {2: (1, 4), 4: (2,)}.get(world_size, ()):
+        for loaded in run_on_ranks(others, load_each_step, tmp_path, ways[-1]):
+            assert all(found == saved for found, saved in loaded)

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import dropout
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import CrashError, digest, make_config, NUM_STEPS, Recorded
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC_WAITING, Way
 
 STOP = 5
 
@@ -110,16 +110,16 @@ def train(
         config.activation_checkpoint = FullAC.Config()
     seed = 100 if same_seed else 100 + int(os.environ["RANK"])
     trainer = Drawing(config, crash_after=crash_after, torch_only=torch_only, seed=seed)
-    assert isinstance(trainer.checkpointer, CheckpointManager)
+    manager: Any = trainer.checkpointer
     if not saves_rank_state:
-        del trainer.checkpointer.states["rank_state"]
+        del manager.states["rank_state"]
     try:
         trainer._train()
     except CrashError:
         pass
     after = random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))
     trainer.close()
-    weights = trainer.checkpointer.states["model"].state_dict()
+    weights = manager.states["model"].state_dict()
     seen = Seen(
         losses=trainer.trace.losses,
         weights={key: digest(value) for key, value in weights.items()},
@@ -134,33 +134,36 @@ def train(
 
 def straight_and_resumed(folder: str) -> list[Seen]:
     seen = [train(folder, "straight"), train(folder, "torch", torch_only=True)]
-    for mode in ("disabled", "async"):
-        train(folder, mode, STOP, async_mode=mode, interval=STOP)
-        seen.append(train(folder, mode, async_mode=mode, interval=STOP))
+    for way in (DISABLED, ASYNC, TC_WAITING):
+        train(folder, way.name, STOP, interval=STOP, **way.settings)
+        seen.append(train(folder, way.name, interval=STOP, **way.settings))
     for crash_after in (STOP, None):
         last = train(folder, "ac", crash_after, torch_only=True, recomputes=True, interval=STOP)
     return [*seen, last]
 
 
-def saved_by(folder: str) -> None:
-    train(folder, "run", STOP, interval=STOP)
+def saved_by(folder: str, way: Way) -> None:
+    train(folder, "run", STOP, interval=STOP, **way.settings)
 
 
-def resumed_twice(folder: str) -> list[Seen]:
-    return [train(folder, "run", STOP + 2, load_only=True) for _ in range(2)]
+def resumed_twice(folder: str, way: Way) -> list[Seen]:
+    return [train(folder, "run", STOP + 2, load_only=True, **way.settings) for _ in range(2)]
 
 
-def loaded_apart_and_alike(folder: str) -> list[Seen]:
+def loaded_apart_and_alike(folder: str, way: Way) -> list[Seen]:
     # Stopping where the checkpoint was taken shows the generators as they were restored.
-    return [train(folder, "run", STOP, load_only=True, same_seed=same) for same in (False, True)]
+    return [
+        train(folder, "run", STOP, load_only=True, same_seed=same, **way.settings)
+        for same in (False, True)
+    ]
 
 
-def loads_without_rank_state(folder: str) -> list[Seen]:
+def loads_without_rank_state(folder: str, way: Way) -> list[Seen]:
     """A fresh start, then loads that have no generators to restore, each without a step."""
-    train(folder, "old", STOP, interval=STOP, saves_rank_state=False)
-    train(folder, "new", STOP, interval=STOP)
+    train(folder, "old", STOP, interval=STOP, saves_rank_state=False, **way.settings)
+    train(folder, "new", STOP, interval=STOP, **way.settings)
     weights = f"{folder}/new/checkpoint/step-{STOP}"
-    at_once = {"load_only": True}
+    at_once = {"load_only": True, **way.settings}
     return [
         train(folder, "fresh", 0, **at_once),
         train(folder, "old", STOP, **at_once),
@@ -173,9 +176,9 @@ def loads_without_rank_state(folder: str) -> list[Seen]:
 @pytest.mark.ranks
 def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn(tmp_path: Path) -> None:
     per_rank = run_on_ranks(2, straight_and_resumed, str(tmp_path), init=False)
-    for whole, torch_only, disabled, background, recomputed in per_rank:
+    for whole, torch_only, *ways, recomputed in per_rank:
         # The last one shows that blocks that are computed twice draw the same numbers twice.
-        pairs = (disabled, whole), (background, whole), (recomputed, torch_only)
+        pairs = [*((resumed, whole) for resumed in ways), (recomputed, torch_only)]
         for resumed, straight in pairs:
             assert sorted(resumed.losses) == list(range(STOP + 1, NUM_STEPS + 1))
             assert resumed.losses.items() <= straight.losses.items()
@@ -188,9 +191,12 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have_drawn(tmp_pat
 
 
 @pytest.mark.ranks
-def test_another_number_of_ranks_draws_anew_always_the_same_and_says_so(tmp_path: Path) -> None:
-    run_on_ranks(2, saved_by, str(tmp_path), init=False)
-    [(first, again)] = run_on_ranks(1, resumed_twice, str(tmp_path), init=False)
+@over(DISABLED, TC_WAITING)
+def test_another_number_of_ranks_draws_anew_always_the_same_and_says_so(
+    tmp_path: Path, way: Way
+) -> None:
+    run_on_ranks(2, saved_by, str(tmp_path), way, init=False)
+    [(first, again)] = run_on_ranks(1, resumed_twice, str(tmp_path), way, init=False)
     assert len(first.losses) == 2
     assert (first.losses, first.after) == (again.losses, again.after)
     assert len(first.lines) == 1
@@ -199,10 +205,11 @@ def test_another_number_of_ranks_draws_anew_always_the_same_and_says_so(tmp_path
 
 
 @pytest.mark.ranks
-def test_ranks_that_shared_a_generator_go_on_sharing_one(tmp_path: Path) -> None:
-    run_on_ranks(1, saved_by, str(tmp_path), init=False)
+@over(DISABLED, TC_WAITING)
+def test_ranks_that_shared_a_generator_go_on_sharing_one(tmp_path: Path, way: Way) -> None:
+    run_on_ranks(1, saved_by, str(tmp_path), way, init=False)
     (apart, alike), (other_apart, other_alike) = run_on_ranks(
-        2, loaded_apart_and_alike, str(tmp_path), init=False
+        2, loaded_apart_and_alike, str(tmp_path), way, init=False
     )
     assert alike.after == other_alike.after == apart.after, "rank 0 leads in all of these"
     assert all(here != there for here, there in zip(apart.after, other_apart.after, strict=True))
@@ -210,8 +217,11 @@ def test_ranks_that_shared_a_generator_go_on_sharing_one(tmp_path: Path) -> None
 
 
 @pytest.mark.ranks
-def test_generators_stay_as_seeded_where_no_state_of_ranks_is_loaded(tmp_path: Path) -> None:
-    [runs] = run_on_ranks(1, loads_without_rank_state, str(tmp_path), init=False)
+@over(DISABLED, TC_WAITING)
+def test_generators_stay_as_seeded_where_no_state_of_ranks_is_loaded(
+    tmp_path: Path, way: Way
+) -> None:
+    [runs] = run_on_ranks(1, loads_without_rank_state, str(tmp_path), way, init=False)
     fresh, from_old, excluded, tuned, without = runs
     for loaded in (from_old, excluded, tuned, without):
         assert loaded.after == fresh.after

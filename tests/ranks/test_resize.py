@@ -7,6 +7,7 @@ import pytest
 from tests.ranks.layouts import FSDP_2, FSDP_4, Layout, ONE, samples_in_order
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import make_config, NUM_STEPS, run, Trace
+from tests.unit_tests.components.checkpointer.ways import ASYNC, over, TC_WAITING, Way
 
 # (layout, last step of this start). The corpus is 20 rows and a step takes 4, so an epoch ends in
 # each of the last two starts.
@@ -14,18 +15,19 @@ STARTS = [(FSDP_2, 4), (ONE, 8), (FSDP_4, NUM_STEPS)]
 ROWS_PER_STEP = 4
 
 
-def train(folder: str, name: str, layout: Layout, last_step: int) -> Trace:
-    config = make_config(Path(folder), name, async_mode="async", interval=4)
+def train(folder: str, name: str, way: Way, layout: Layout, last_step: int) -> Trace:
+    config = make_config(Path(folder), name, interval=4, **way.settings)
     layout.divide(config, rows_per_step=ROWS_PER_STEP)
     return run(config, crash_after=None if last_step == NUM_STEPS else last_step)
 
 
 @pytest.mark.ranks
-def test_two_ranks_then_one_then_four_continue_one_run(tmp_path: Path) -> None:
+@over(ASYNC, TC_WAITING)
+def test_two_ranks_then_one_then_four_continue_one_run(tmp_path: Path, way: Way) -> None:
     folder = str(tmp_path)
-    [whole] = run_on_ranks(1, train, folder, "whole", ONE, NUM_STEPS, init=False)
+    [whole] = run_on_ranks(1, train, folder, "whole", way, ONE, NUM_STEPS, init=False)
     parts = [
-        run_on_ranks(layout.num_ranks, train, folder, "resized", layout, last_step, init=False)
+        run_on_ranks(layout.num_ranks, train, folder, "resized", way, layout, last_step, init=False)
         for layout, last_step in STARTS
     ]
     assert [part[0].resumed_from for part in parts] == [0, 4, 8]

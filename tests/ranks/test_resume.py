@@ -1,30 +1,32 @@
 """A run that stopped and was started again equals one that never stopped, bit for bit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import make_config, NUM_STEPS, run, Trace
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
 
 # The corpus is 20 rows and a step takes 4, so step 5 ends the first epoch exactly.
 STOPS = [2, 5, 11]
 
 
-def straight_and_resumed(folder: str, async_mode: str, stops: list[int]) -> list[list[Trace]]:
+def straight_and_resumed(folder: str, way: Way, stops: list[int]) -> list[list[Trace]]:
     """Traces of [straight], then of [before the crash, after it] for each stop."""
     base = Path(folder)
-    runs = [[run(make_config(base, f"straight-{async_mode}", async_mode=async_mode))]]
+    runs = [[run(make_config(base, "straight", **way.settings))]]
     for stop in stops:
-        name = f"stop-{async_mode}-{stop}"
-        options = {"async_mode": async_mode, "interval": stop}
+        name = f"stop-{stop}"
+        options: dict[str, Any] = {**way.settings, "interval": stop}
         before = run(make_config(base, name, **options), crash_after=stop)
         runs.append([before, run(make_config(base, name, **options))])
     return runs
 
 
-def part_of_a_run(folder: str, until: int | None) -> Trace:
-    config = make_config(Path(folder), "thirds", async_mode="async", interval=4)
+def part_of_a_run(folder: str, way: Way, until: int | None) -> Trace:
+    config = make_config(Path(folder), "thirds", interval=4, **way.settings)
     return run(config, crash_after=until)
 
 
@@ -34,13 +36,11 @@ def straight(folder: str) -> Trace:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@over(DISABLED, ASYNC, TC_WAITING)
 def test_resuming_after_a_crash_gives_the_bits_of_the_uninterrupted_run(
-    tmp_path: Path, world_size: int, async_mode: str
+    tmp_path: Path, world_size: int, way: Way
 ) -> None:
-    per_rank = run_on_ranks(
-        world_size, straight_and_resumed, str(tmp_path), async_mode, STOPS, init=False
-    )
+    per_rank = run_on_ranks(world_size, straight_and_resumed, str(tmp_path), way, STOPS, init=False)
     for [[whole], *resumed] in per_rank:
         assert sorted(whole.losses) == list(range(1, NUM_STEPS + 1))
         assert whole.epochs[4] == 0 and whole.epochs[5] == 1, "step 5 must end the epoch exactly"
@@ -54,10 +54,12 @@ def test_resuming_after_a_crash_gives_the_bits_of_the_uninterrupted_run(
 
 
 @pytest.mark.ranks
-def test_three_processes_in_a_row_equal_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [[ASYNC] * 3, [TC, TC_WAITING, TC_WAITING]], ids=["dcp", "tc"])
+def test_three_processes_in_a_row_equal_one(tmp_path: Path, ways: list[Way]) -> None:
     whole = run_on_ranks(2, straight, str(tmp_path), init=False)
     thirds = [
-        run_on_ranks(2, part_of_a_run, str(tmp_path), until, init=False) for until in (4, 8, None)
+        run_on_ranks(2, part_of_a_run, str(tmp_path), way, until, init=False)
+        for way, until in zip(ways, (4, 8, None), strict=True)
     ]
     for rank in range(2):
         parts = [third[rank] for third in thirds]

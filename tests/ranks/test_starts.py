@@ -16,6 +16,7 @@ from torchtitan.tools.logging import logger
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import make_config, run
 from tests.unit_tests.components.checkpointer.runs import build_run, names
+from tests.unit_tests.components.checkpointer.ways import DISABLED, over, TC_WAITING, Way
 
 pytestmark = pytest.mark.ranks
 
@@ -68,15 +69,16 @@ def start_again(folder: Path, name: str, steps: int, **checkpoint: Any) -> Any:
     return (trace.resumed_from if trace.samples else None), lines.said
 
 
-def finished_runs(folder: Path) -> dict[str, Any]:
+def finished_runs(folder: Path, way: Way) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, options in (("full", {}), ("export", {"last_save_model_only": True})):
-        start_again(folder, name, 7, **options)
+    export = {"last_save_model_only": True}
+    for name, options in (("full", {}), ("export", export)):
+        start_again(folder, name, 7, **options, **way.settings)
         before = contents(folder / name)
-        found[name] = start_again(folder, name, 7, **options)
+        found[name] = start_again(folder, name, 7, **options, **way.settings)
         found[f"{name} is untouched"] = contents(folder / name) == before
     exported = contents(folder / "export")
-    found["longer"] = start_again(folder, "export", 9, last_save_model_only=True)
+    found["longer"] = start_again(folder, "export", 9, **export, **way.settings)
     moved = contents(folder / "export")
     found["the export is kept"] = all(
         moved[path.replace("step-7", "superseded/step-7")][0] == digest
@@ -97,14 +99,14 @@ class Behind(FilesystemStorage):
 
 
 def start_at(
-    path: Path, step: int, initial: Path | None, rank_behind: int | None = None
+    way: Way, path: Path, step: int, initial: Path | None, rank_behind: int | None = None
 ) -> tuple[str, str, int]:
     """What a start from the checkpoint folder ``path`` says, the error it ends with, and its step.
 
     ``rank_behind`` does not see step 2.
     """
     settings: dict[str, Any] = {} if initial is None else {"initial_load_path": str(initial)}
-    begun = build_run(path.parent, **settings)
+    begun = build_run(path.parent, **settings, **way.settings)
     if rank_behind == dist.get_rank():
         begun.manager._storage = Behind("step-2")
     error = ""
@@ -117,39 +119,43 @@ def start_at(
     return "|".join(lines.start()), error, begun.step
 
 
-def start_everywhere(folder: Path) -> dict[str, tuple[str, str, int]]:
+def start_everywhere(folder: Path, way: Way) -> dict[str, tuple[str, str, int]]:
     full, died, nowhere = (folder / name / "checkpoint" for name in ("full", "died", "none"))
-    run_of_two = build_run(full.parent, keep_latest_k=0)
+    run_of_two = build_run(full.parent, keep_latest_k=0, **way.settings)
     run_of_two.train(2)
     run_of_two.manager.close()
     if dist.get_rank() == 0:
-        shutil.copytree(full, died)
-        for index in died.rglob(".metadata"):
-            index.unlink()
+        for step in (1, 2):
+            shutil.copytree(full / f"step-{step}", died / way.unfinished(step))
+            (died / way.unfinished(step) / way.format.marker).unlink()
     dist.barrier()
     given = full / "step-1"
     return {
-        "fresh": start_at(nowhere, -1, None),
-        "died": start_at(died, -1, None),
-        "given": start_at(died, -1, given),
-        "own": start_at(full, -1, nowhere),
-        "rank 0 is behind": start_at(full, -1, nowhere, rank_behind=0),
-        "rank 1 is behind": start_at(full, -1, nowhere, rank_behind=1),
-        "step 1": start_at(full, 1, nowhere),
-        "step 7": start_at(full, 7, given),
-        "bad path": start_at(died, -1, nowhere),
-        "folder": start_at(died, -1, full),
+        "fresh": start_at(way, nowhere, -1, None),
+        "died": start_at(way, died, -1, None),
+        "given": start_at(way, died, -1, given),
+        "own": start_at(way, full, -1, nowhere),
+        "rank 0 is behind": start_at(way, full, -1, nowhere, rank_behind=0),
+        "rank 1 is behind": start_at(way, full, -1, nowhere, rank_behind=1),
+        "step 1": start_at(way, full, 1, nowhere),
+        "step 7": start_at(way, full, 7, given),
+        "bad path": start_at(way, died, -1, nowhere),
+        "folder": start_at(way, died, -1, full),
     }
 
 
-def test_every_rank_says_the_same_one_line_or_ends_with_the_same_error(tmp_path: Path) -> None:
-    first, second = run_on_ranks(2, start_everywhere, tmp_path)
+@over(DISABLED, TC_WAITING)
+def test_every_rank_says_the_same_one_line_or_ends_with_the_same_error(
+    tmp_path: Path, way: Way
+) -> None:
+    first, second = run_on_ranks(2, start_everywhere, tmp_path, way)
     assert first == second
     full, died, nowhere = (tmp_path / name / "checkpoint" for name in ("full", "died", "none"))
     ignored = (
         f"ignored, as the run has checkpoints of its own: --checkpoint.initial_load_path {nowhere}"
     )
-    dead = f" In {died} these do not count: step-1, step-2 (saves that did not finish)."
+    leftovers = f"{way.unfinished(1)}, {way.unfinished(2)}"
+    dead = f" In {died} these do not count: {leftovers} (saves that did not finish)."
 
     def newest(step: int) -> tuple[str, str]:
         return f"Loading the checkpoint {full}/step-{step} (newest full checkpoint; {ignored}).", ""
@@ -183,8 +189,11 @@ def test_every_rank_says_the_same_one_line_or_ends_with_the_same_error(tmp_path:
         assert error.startswith(expected[case][1]) and bool(error) == bool(expected[case][1]), error
 
 
-def test_a_finished_run_touches_nothing_and_a_longer_one_keeps_the_export(tmp_path: Path) -> None:
-    found, other = run_on_ranks(2, finished_runs, tmp_path, init=False)
+@over(DISABLED, TC_WAITING)
+def test_a_finished_run_touches_nothing_and_a_longer_one_keeps_the_export(
+    tmp_path: Path, way: Way
+) -> None:
+    found, other = run_on_ranks(2, finished_runs, tmp_path, way, init=False)
     for name, text in (
         ("full", "Step 7 is the last one already"),
         ("export", "The weights after step 7 or later are saved already; nothing to do."),

@@ -136,8 +136,9 @@ def digest(value: Any) -> str:
 
 def state_of(trainer: Trainer) -> dict[str, str]:
     """Digests of everything that a checkpoint of ``trainer`` holds; a collective."""
+    manager: Any = trainer.checkpointer
     state = {
-        **getattr(trainer.checkpointer, "states")["model"].state_dict(),
+        **manager.states["model"].state_dict(),
         **trainer.optimizers.state_dict(),
         **trainer.lr_schedulers.state_dict(),
         **trainer.dataloader.state_dict(),
