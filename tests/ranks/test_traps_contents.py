@@ -13,6 +13,7 @@
     a tensor that differs between ranks is anybody's   the same: "not alike", the lowest rank's always
     the loader's state is missing on further ranks     the same: "dp_rank_<r>"
     meshes of two dimensions, replicas                 test_a_tensor_in_any_layout_of_two_dimensions...
+    an optimizer that keeps no tensors                 the same
     a view takes as much as what it is a view of       test_a_view_takes_what_it_shows...
     tied tensors                                       the same
 
@@ -26,7 +27,7 @@ import pytest
 import torch
 
 from tests.ranks.pool import run_on_ranks
-from tests.ranks.traps import held, of_all_kinds, on_meshes, on_some_ranks, run_with
+from tests.ranks.traps import Held, held, of_all_kinds, on_meshes, on_some_ranks, run_with
 from tests.unit_tests.components.checkpointer.runs import Run
 
 pytestmark = pytest.mark.ranks
@@ -79,6 +80,7 @@ def load_from_two(folder: Path) -> dict[int, Any]:
 
 def save_on_four(folder: Path) -> Any:
     run = run_with(folder, meshes=on_meshes(1), some=on_some_ranks())
+    run.manager.states["optimizer"] = Held({"groups.all.lr": 0.5, "groups.all.betas": (0.1, 0.2)})
     run.train(1, last_step=1)
     run.manager.close()
     return held(run)
@@ -86,6 +88,7 @@ def save_on_four(folder: Path) -> Any:
 
 def load_from_four(folder: Path) -> Any:
     run = run_with(folder, seed=6, meshes=on_meshes(2), some={})
+    run.manager.states["optimizer"] = Held({"groups.all.lr": 0.1, "groups.all.betas": (0.5, 0.5)})
     assert run.manager.load()
     run.manager.close()
     return held(run)
@@ -162,6 +165,7 @@ def test_a_tensor_in_any_layout_of_two_dimensions_comes_back_in_another(
     for found in runs[f"4 on {num_ranks}"]:
         assert len(found["meshes"]) == 9
         assert found["meshes"] == runs["saved on 4"][0]["meshes"]
+        assert found["optimizer"] == {"groups.all.lr": 0.5, "groups.all.betas": (0.1, 0.2)}
         assert found["some"] == saved
 
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.ranks.pool import end_of_ranks, run_on_ranks
+from tests.ranks.pool import run_on_ranks
 from tests.ranks.traps import held, Held, run_with
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
 from tests.unit_tests.components.checkpointer.ways import TC
@@ -224,35 +224,3 @@ def test_a_damaged_checkpoint_is_an_error_that_says_where(tmp_path: Path) -> Non
         for name, _, words in DAMAGES:
             assert words in messages[name] and str(tmp_path / name) in messages[name], messages
     assert not (tmp_path / "armed-index/was called").exists()
-
-
-def build_with_odd_keys(folder: Path) -> dict[str, str]:
-    messages = {}
-    for key in ("a/b", "..", "a.b", "", "a key"):
-        run = build_run(folder, load_only=True)
-        parts = (run.model, run.optimizers, run.lr_schedulers, run.dataloader)
-        messages[key] = error_of(build_with, folder, key, *parts)
-    return messages
-
-
-def build_with(
-    folder: Path, key: str, model: Any, optimizers: Any, schedules: Any, data: Any
-) -> None:
-    TC.manager.Config(enable=True).build(
-        dataloader=data,
-        model_parts=[model],
-        optimizers=optimizers,
-        lr_schedulers=schedules,
-        states={key: Held({}), "train_state": Held({})},
-        sd_adapter=None,
-        base_folder=str(folder),
-    )
-
-
-def test_a_key_that_is_no_file_name_is_refused_at_once(tmp_path: Path) -> None:
-    [end] = end_of_ranks(1, build_with_odd_keys, tmp_path)
-    assert end.how == "returned", end.detail
-    for key, message in end.value.items():
-        assert message.startswith(f"ValueError: states to save are named {key!r}, and")
-    # And nothing is left that would complain about being closed.
-    assert "Closing" not in end.log and not (tmp_path / "checkpoint").exists()

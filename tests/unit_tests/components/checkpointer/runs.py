@@ -100,13 +100,17 @@ def _whole(value: Any) -> Any:
 
 
 def build_run(folder: str | Path, *, width: int = 7, seed: int = 1, **settings: Any) -> Run:
-    """A run at step 0 on all ranks; ``settings`` are those of ``build_manager``."""
+    """A run at step 0 on all ranks; ``settings`` are those of ``build_manager``.
+
+    In a process that is no rank of anything the model stays whole.
+    """
     torch.manual_seed(seed)
     model = Tiny(width)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizers = default_adamw(lr=0.01).build(model_parts=[model])
     schedule = LRSchedulersContainer.Config(warmup_steps=2)
     lr_schedulers = schedule.build(optimizers=optimizers, training_steps=1000)
