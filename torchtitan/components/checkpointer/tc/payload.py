@@ -6,6 +6,7 @@ that a thousand ranks do not write a thousand equal files.
 """
 
 import hashlib
+import io
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -65,7 +66,7 @@ def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
         value = encode(value)
         require_distinct_names(key, value)
         if not _has_shards(value):
-            return value, hashlib.sha256(pickle.dumps(value)).digest()
+            return value, _digest(value)
         for _, leaf in leaves(value):
             if not isinstance(leaf, torch.Tensor):
                 pickle.dumps(leaf)  # what cannot be is found here, before a save has begun
@@ -74,6 +75,23 @@ def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
         raise RuntimeError(
             f"the state {key} cannot be saved: {type(error).__name__}: {error}"
         ) from error
+
+
+def _digest(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _ByContents(stream).dump(value)
+    return hashlib.sha256(stream.getbuffer()).digest()
+
+
+class _ByContents(pickle.Pickler):
+    """Writes equal tensors alike, which torch does not: it writes where in memory they lie."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        contents = plain.reshape(-1).view(torch.uint8).numpy()
+        return str(obj.dtype), tuple(obj.shape), hashlib.sha256(contents.data).digest()
 
 
 def _require_readable(tree: Any) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.nesting import decode
 from torchtitan.components.checkpointer.state import ModelWrapper
-from torchtitan.components.checkpointer.tc.payload import payload_of
+from torchtitan.components.checkpointer.tc.payload import _digest, payload_of
 
 from tests.unit_tests.components.checkpointer.runs import Counter, message_of
 
@@ -49,6 +49,32 @@ def test_what_is_no_tensor_is_a_copy_down_to_the_last_list() -> None:
     assert decode(found["dataloader"])["inner"]["rows"] == then
     # The tensors are to be staged from where they are.
     assert found["optimizer"]["state"]["w"] is optimizer["state"]["w"]
+
+
+TENSORS = [
+    torch.zeros(()),
+    torch.zeros(0, 3),
+    torch.arange(6.0).view(2, 3).t(),
+    torch.tensor([True, False]),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.ones(2).to(torch.float8_e4m3fn),
+    torch.tensor([1 + 2j]).conj(),
+    torch.tensor(7, dtype=torch.int64),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {[*tensor.shape]}")
+def test_equal_tensors_are_told_to_be_so_wherever_they_lie(tensor: torch.Tensor) -> None:
+    def digest(changed: torch.Tensor) -> bytes:
+        return _digest({"t": changed, "n": 1})
+
+    other = torch.empty_like(tensor).copy_(tensor)
+    assert digest(other) == digest(tensor)
+    wider = torch.complex128 if tensor.is_complex() else torch.float64
+    different = [tensor.to(wider), tensor.reshape(1, *tensor.shape)]
+    if tensor.numel() > 0:
+        different.append(torch.zeros_like(tensor) if tensor.any() else torch.ones_like(tensor))
+    assert digest(tensor) not in [digest(each) for each in different]
 
 
 class Failing:

@@ -1,0 +1,236 @@
+"""What three ranks agree on before and while they save: one call, and each test looks at a part of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch_checkpointing.checkpoint_base import CheckpointInfo, CheckpointItem
+from torch_checkpointing.types import RankInfo
+from torchtitan.components.checkpointer import torch_checkpointing
+from torchtitan.components.checkpointer.tc.commit import Commit, GroupCommit
+from torchtitan.components.checkpointer.tc.library import Metadata
+from torchtitan.components.checkpointer.tc.payload import payload_of
+from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
+from torchtitan.components.checkpointer.tc.resharder import Resharder
+from torchtitan.components.checkpointer.torch_checkpointing import TorchCheckpointingManager
+
+from tests.ranks.pool import run_on_ranks
+
+pytestmark = pytest.mark.ranks
+WORLD = 3
+
+
+def end_of(action: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``action`` gives, or its error."""
+    try:
+        return action(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def commits() -> dict[str, Any]:
+    named: list[int] = []
+
+    def save(commit: Commit, rank: int) -> None:
+        commit.agree()
+        if rank == 0:
+            named.append(rank)
+        commit.publish()
+
+    def fail_to_write(commit: Commit, rank: int) -> None:
+        if rank == 1:
+            raise OSError("full")
+        save(commit, rank)
+
+    def fail_to_name(commit: Commit, rank: int) -> None:
+        commit.agree()
+        if rank == 0:
+            raise OSError("taken")
+        commit.publish()
+
+    def fail_twice(commit: Commit, rank: int) -> None:
+        if rank > 0:
+            raise OSError(f"full on {rank}")
+        save(commit, rank)
+
+    def on_group(action: Callable[[Commit, int], None]) -> str:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        commit = GroupCommit(RankInfo(rank, world_size, rank, world_size), None)
+        try:
+            action(commit, rank)
+        except Exception as error:
+            commit.fail(error)
+            return f"{type(error).__name__}: {error}"
+        return "saved"
+
+    # Twice a save in the end: after a failure nobody is out of step.
+    actions = [save, fail_to_write, fail_to_name, fail_twice, save]
+    return {"ends": [on_group(action) for action in actions], "named": named}
+
+
+def payloads() -> dict[str, Any]:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    states: dict[str, Any] = {
+        "model": {"w": torch.zeros(2)},
+        "optimizer": {"lr": 0.1},
+        "equal": {"step": 3, "tensor": torch.ones(2)},
+        "unequal": {"step": 3, "tensor": torch.ones(2) * rank},
+        "own": {"seed": rank},
+        "pair": {"half": min(rank, 1)},
+        "sharded": {"average": distribute_tensor(torch.ones(WORLD), mesh)},
+    }
+
+    class Failing:
+        def state_dict(self) -> Any:
+            raise KeyError("row")
+
+        def load_state_dict(self, state_dict: Any) -> None: ...
+
+    one_fails = states | ({"dataloader": Failing()} if rank == 1 else {})
+    return {
+        "keys": sorted(payload_of(states, None, "Saving")),
+        "failure": end_of(payload_of, one_fails, None, "Saving"),
+        "after": sorted(payload_of({"equal": 1}, None, "Saving")),
+    }
+
+
+def exchanged(metadata: Metadata, **tensors: Any) -> Any:
+    item = CheckpointItem(value=tensors, resharder=Resharder())
+    found = metadata.compute_metadata(CheckpointInfo({"model": item}))
+    groups = found.distributed_metadata.metadata["model"].nested_path_to_metadata
+    return {path[0]: [group.ranks for group in each] for path, each in groups.items()}
+
+
+def metadatas() -> dict[str, Any]:
+    rank = dist.get_rank()
+    metadata = Metadata(rank_info_of_this_process(), None)
+    gathers: list[int] = []
+    gather = Metadata._all_gather_pickled_data
+
+    def counted(self: Metadata, *given: Any) -> Any:
+        gathers.append(1)
+        return gather(self, *given)
+
+    everywhere = {"w": torch.zeros(2)}
+    found: dict[str, Any] = {}
+    with patch.object(Metadata, "_all_gather_pickled_data", counted):
+        found["everywhere"] = exchanged(metadata, **everywhere)
+        found["again"] = exchanged(metadata, **everywhere)
+        found["gathers"] = len(gathers)
+        grown = {"b": torch.zeros(1)} if rank == 2 else {}
+        found["one grew"] = exchanged(metadata, **everywhere, **grown)
+        found["gathers then"] = len(gathers)
+    found["differs"] = end_of(lambda: exchanged(metadata, w=torch.zeros(1 + rank // 2)))
+    clash = {"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}} if rank == 1 else {}
+    found["one fails"] = end_of(lambda: exchanged(metadata, **everywhere, **clash))
+    found["after"] = exchanged(metadata, **everywhere)
+    metadata.close()
+    return found
+
+
+def construction(folder: Path) -> list[Any]:
+    bare = torch_checkpointing._with_sync_save(
+        torch_checkpointing._default_backend_config(), use_barrier=False
+    )
+
+    def build(load_only: bool) -> str:
+        config = TorchCheckpointingManager.Config(enable=True, load_only=load_only)
+        manager = config.build(
+            dataloader=None,
+            model_parts=[nn.Linear(1, 1)],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=None,
+            base_folder=str(folder),
+        )
+        manager.close()
+        return "built"
+
+    with patch.object(torch_checkpointing, "_default_backend_config", lambda: bare):
+        ends = [end_of(build, False), end_of(build, True)]
+    return [*ends, end_of(build, False)]
+
+
+def on_this_rank(folder: Path) -> dict[str, Any]:
+    return {
+        "commits": commits(),
+        "payloads": payloads(),
+        "metadatas": metadatas(),
+        "construction": construction(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_ranks(WORLD, on_this_rank, tmp_path_factory.mktemp("run"))
+
+
+def test_trainers_that_write_by_themselves_save_all_or_none(ranks: list[dict[str, Any]]) -> None:
+    told = "OtherRankFailedError: rank {}: OSError: {}"
+    full, taken = "OSError: full", "OSError: taken"
+    assert [each["commits"]["ends"] for each in ranks] == [
+        ["saved", told.format(1, "full"), taken, told.format(1, "full on 1"), "saved"],
+        ["saved", full, told.format(0, "taken"), "OSError: full on 1", "saved"],
+        ["saved", told.format(1, "full"), told.format(0, "taken"), "OSError: full on 2", "saved"],
+    ]
+    assert ranks[0]["commits"]["named"] == [0, 0]
+
+
+def test_what_is_equal_on_ranks_is_of_the_lowest_of_them_alone(ranks: list[dict[str, Any]]) -> None:
+    on_all = ["model", "optimizer", "own", "sharded", "unequal"]
+    assert [each["payloads"]["keys"] for each in ranks] == [
+        sorted([*on_all, "equal", "pair"]),
+        sorted([*on_all, "pair"]),
+        sorted(on_all),
+    ]
+
+
+def test_a_state_that_one_rank_cannot_save_fails_all_in_its_words(
+    ranks: list[dict[str, Any]],
+) -> None:
+    said = (
+        "CheckpointSaveError: Saving failed: rank 1: the state dataloader cannot be saved: "
+        "KeyError: 'row'. Older checkpoints are untouched."
+    )
+    assert [each["payloads"]["failure"] for each in ranks] == [said] * WORLD
+    assert [each["payloads"]["after"] for each in ranks] == [["equal"], [], []]
+
+
+def test_metadata_is_exchanged_when_that_of_any_rank_has_changed(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for found in (each["metadatas"] for each in ranks):
+        assert found["everywhere"] == found["again"] == {"w": [(0,)]}
+        # One for the tensors and one for the files; nothing when nobody has anything new.
+        assert (found["gathers"], found["gathers then"]) == (2, 4)
+        assert found["one grew"] == {"w": [(0,)], "b": [(2,)]}
+        assert found["after"] == {"w": [(0,)]}
+
+
+def test_tensors_that_differ_between_ranks_or_cannot_be_read_back_fail_all_ranks(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for found in (each["metadatas"] for each in ranks):
+        assert found["differs"].startswith("ValueError: model.w differs between ranks: [1] of")
+        assert (
+            "float32 on rank 0; [1] of float32 on rank 1; [2] of float32 on rank 2"
+            in found["differs"]
+        )
+        assert found["one fails"].startswith("ValueError: rank 1: model has two tensors")
+
+
+def test_several_ranks_without_a_barrier_are_refused_when_they_are_built(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for refused, *others in (each["construction"] for each in ranks):
+        assert refused.startswith("ValueError: ") and "without a barrier for 3 ranks" in refused
+        assert others == ["built", "built"]
