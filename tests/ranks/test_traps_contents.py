@@ -14,19 +14,22 @@
     the loader's state is missing on further ranks     the same: "dp_rank_<r>"
     meshes of two dimensions, replicas                 test_a_tensor_in_any_layout_of_two_dimensions...
     an optimizer that keeps no tensors                 the same
+    a dict that only one rank has something in         the same: "empty elsewhere"
     a view takes as much as what it is a view of       test_a_view_takes_what_it_shows...
     tied tensors                                       the same
+    a warning for each mesh and each tied tensor       test_nothing_is_said_of_all_this
 
 What is refused instead stands in test_traps_refused.py.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks.pool import run_on_ranks
+from tests.ranks.pool import end_of_ranks
 from tests.ranks.traps import Held, held, of_all_kinds, on_meshes, on_some_ranks, run_with
 from tests.unit_tests.components.checkpointer.runs import Run
 
@@ -110,11 +113,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Any]:
     """What was saved on 2 and on 4 ranks, and what runs on 1, 2 and 4 ranks load of it; by rank."""
-    found: dict[str, Any] = {"saved on 2": run_on_ranks(2, save_on_two, folder / "two")}
-    on_four = run_on_ranks(4, load_one_save_other, folder)
+    logs: list[str] = []
+
+    def on_ranks(num_ranks: int, run: Callable[..., Any], where: Path) -> list[Any]:
+        ends = end_of_ranks(num_ranks, run, where, timeout_seconds=240.0)
+        assert all(end.how == "returned" for end in ends), ends
+        logs.extend(end.log for end in ends)
+        return [end.value for end in ends]
+
+    found: dict[str, Any] = {"saved on 2": on_ranks(2, save_on_two, folder / "two"), "logs": logs}
+    on_four = on_ranks(4, load_one_save_other, folder)
     found["2 on 4"], found["saved on 4"] = zip(*on_four, strict=True)
     for num_ranks in (1, 2):
-        both = run_on_ranks(num_ranks, load_both, folder)
+        both = on_ranks(num_ranks, load_both, folder)
         found[f"2 on {num_ranks}"], found[f"4 on {num_ranks}"] = zip(*both, strict=True)
     return found
 
@@ -141,7 +152,7 @@ def all_parts(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What the ranks have together; of what several have, that of the lowest."""
     together: dict[str, Any] = {}
     for part in reversed(of_ranks):
-        together |= part
+        together |= {name: value for name, value in part.items() if value != {}}
     return together
 
 
@@ -181,3 +192,9 @@ def test_a_view_takes_what_it_shows_however_it_is_saved(folder: Path, runs: dict
     assert sizes[2].keys() == sizes[3].keys()
     assert all(size <= sizes[2][name] for name, size in sizes[3].items())
     assert sizes[2]["extra_0.pt"] < 20_000
+
+
+def test_nothing_is_said_of_all_this(runs: dict[str, Any]) -> None:
+    log = "\n".join(runs["logs"])
+    for words in ("DeviceMesh occurred", "plain tensors", "aliased target", "Offset reads"):
+        assert words not in log, log

@@ -77,6 +77,7 @@ def on_some_ranks() -> dict[str, Any]:
         f"dp_rank_{rank}": {"row": rank},
         "not alike": torch.full((2,), float(rank)),
         "not alike either": rank,
+        "empty elsewhere": {"last": {"deep": 1}} if rank == last else {},
     }
     return own | (
         {"of the last": {"buffer": torch.ones(3), "name": "last"}} if rank == last else {}
