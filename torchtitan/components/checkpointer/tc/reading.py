@@ -154,13 +154,19 @@ def restore(
         outline=saved.outline,
     )
     targets = {key: wanted[key] for key in kept if key != MODEL}
+    in_checkpoint = {entry.path[0] for entry in saved.outline.values()}
+    # Before anything is changed. None is what this run does without.
+    _require_restorable(
+        {key: it for key, it in targets.items() if key in in_checkpoint and it is not None}
+    )
     trees = {
         key: value.state_dict() for key, value in targets.items() if isinstance(value, Stateful)
     }
+    tensors = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
     trees[MODEL] = states[MODEL].state_dict()
     into = {
         key: tree
-        for key, tree in trees.items()
+        for key, tree in (trees | tensors).items()
         if any(isinstance(value, torch.Tensor) for _, value in leaves(tree))
     }
     _read_on_all_ranks(lambda: read(into), source.path, group)
@@ -178,19 +184,27 @@ def restore_state_dict(states: Mapping[str, Any], state_dict: Mapping[str, Any])
     Raises:
         CheckpointMismatchError: something was loaded for what cannot take it.
     """
-    refused = []
+    _require_restorable({key: states.get(key) for key in state_dict})
     for key in sorted(state_dict, key=lambda name: (name == MODEL, name)):
-        state = states.get(key)
+        state = states[key]
         if isinstance(state, Stateful):
             state.load_state_dict(state_dict[key])
         elif isinstance(state, dict):
             state.update(state_dict[key])
         else:
-            refused.append(f"{key} ({type(state).__name__})")
+            state.copy_(state_dict[key])
+
+
+def _require_restorable(states: Mapping[str, Any]) -> None:
+    refused = [
+        f"{key} ({type(state).__name__})"
+        for key, state in sorted(states.items())
+        if not isinstance(state, (Stateful, dict, torch.Tensor))
+    ]
     if refused:
         raise CheckpointMismatchError(
             f"The checkpoint holds {', '.join(refused)}, which cannot be restored: only an object with "
-            "state_dict and load_state_dict, or a dict, can be. Leave them out with "
+            "state_dict and load_state_dict, a dict or a tensor can be. Leave them out with "
             "--checkpoint.exclude_from_loading."
         )
 

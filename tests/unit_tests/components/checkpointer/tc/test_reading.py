@@ -357,3 +357,24 @@ def test_what_cannot_be_restored_is_an_error_that_names_all_of_it() -> None:
     text = str(caught.value)
     assert "holds a (tuple), b (int), gone (NoneType), which cannot be restored" in text
     assert "--checkpoint.exclude_from_loading" in text
+
+
+def test_a_bare_tensor_is_filled_in_place_and_a_bare_value_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    mean, states = torch.zeros(2), run_of_one_layer()
+    path = one_layer(tmp_path, loader_0=None)
+    described: dict[str, Described] = {
+        "model": {("weight",): [plain_tensor(0, 1, 2)]},
+        "mean": {(): [plain_tensor(0, 2)]},
+    }
+    write(tmp_path, described, mean_0=torch.ones(2))
+    (asked,) = restored(path, states | {"mean": mean, "loader": None})
+    assert asked["mean"] is mean
+    torch.save(0.5, tmp_path / "best_0.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"holds best \(float\), which cannot be"):
+        restored(
+            path,
+            states | {"mean": mean, "loader": None, "best": 0.1},
+            read=lambda into: pytest.fail("read"),
+        )
