@@ -1,4 +1,4 @@
-"""What a run writes, looked at with torch.distributed.checkpoint alone."""
+"""What a run writes, looked at with torch.distributed.checkpoint or torch_checkpointing alone."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch_checkpointing.checkpoint_manager import CheckpointManager as LibraryManager
+from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
+from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.schema import ItemSpec
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 from torchtitan.components.data import GrainDataLoader
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.decoder import Decoder
@@ -14,10 +20,11 @@ from torchtitan.models.llama3 import model_registry
 
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import CONTEXT, make_config, run, Trace
+from tests.unit_tests.components.checkpointer.ways import ASYNC, TC_WAITING, Way
 
 
-def two_steps(folder: str) -> Trace:
-    config = make_config(Path(folder), "run", async_mode="async", interval=2)
+def two_steps(folder: str, way: Way) -> Trace:
+    config = make_config(Path(folder), "run", interval=2, **way.settings)
     config.model_spec = model_registry("jargon")
     assert isinstance(config.model_spec.model, Decoder.Config)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
@@ -34,15 +41,54 @@ def until_the_data_ends(folder: str) -> Trace:
     return run(config)
 
 
-def index_of(step: Path) -> dict[str, Any]:
-    return FileSystemReader(step).read_metadata().state_dict_metadata
+def names_in_dcp(step: Path) -> dict[str, tuple[int, ...] | None]:
+    """The shape of every tensor, None for everything else."""
+    index = FileSystemReader(step).read_metadata().state_dict_metadata
+    return {
+        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in index.items()
+    }
+
+
+def names_in_tc(step: Path) -> dict[str, tuple[int, ...] | None]:
+    found: dict[str, tuple[int, ...] | None] = {}
+    for file in sorted(step.glob("*.pt")):
+        key = file.stem.rpartition("_")[0]
+        prefix = "" if key == "model" else f"{key}."
+        for name, value in torch.load(file, weights_only=False).items():
+            is_tensor = isinstance(value, torch.Tensor)
+            found[f"{prefix}{name}"] = tuple(value.shape) if is_tensor else None
+    return found
+
+
+def load_with_dcp(step: Path, name: str, into: torch.Tensor) -> None:
+    load({name: into}, checkpoint_id=step)
+
+
+def load_with_tc(step: Path, name: str, into: torch.Tensor) -> None:
+    writer = CheckpointWriterConfig(barrier_config=None, write_to_temp_dir=False)
+    config = LibraryManager.Config(
+        items={"model": ItemSpec(requires_copy=False, resharder=DefaultResharder())},
+        save=SyncCheckpointSaverConfig(writer_config=writer),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    )
+    manager = LibraryManager(config)
+    manager.load(str(step), into={"model": {name: into}}, strict=True)
+    manager.close()
 
 
 @pytest.mark.ranks
-def test_the_keys_of_a_llama_are_those_that_other_programs_read(tmp_path: Path) -> None:
-    run_on_ranks(2, two_steps, str(tmp_path), init=False)
+@pytest.mark.parametrize(
+    "way,names_in,load_with",
+    [(ASYNC, names_in_dcp, load_with_dcp), (TC_WAITING, names_in_tc, load_with_tc)],
+    ids=["dcp", "tc"],
+)
+def test_the_keys_of_a_llama_are_those_that_other_programs_read(
+    tmp_path: Path, way: Way, names_in: Any, load_with: Any
+) -> None:
+    run_on_ranks(2, two_steps, str(tmp_path), way, init=False)
     step = tmp_path / "run" / "checkpoint" / "step-2"
-    index = index_of(step)
+    index = names_in(step)
     attention = "layers.0.attention"
     block = {
         "attention.wo": (256, 256),
@@ -71,9 +117,9 @@ def test_the_keys_of_a_llama_are_those_that_other_programs_read(tmp_path: Path) 
         for moment in ("exp_avg", "exp_avg_sq")
     }
     tensors = {
-        name: tuple(entry.size)
-        for name, entry in index.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.endswith(".step")
+        name: shape
+        for name, shape in index.items()
+        if shape is not None and not name.endswith(".step")
     }
     assert tensors == model | moments
     values = set(index) - set(tensors)
@@ -84,9 +130,9 @@ def test_the_keys_of_a_llama_are_those_that_other_programs_read(tmp_path: Path) 
     assert {"dataloader.version", "dataloader.epoch", "dataloader.next_row"} <= values
     assert not any("_checkpoint_wrapped_module" in name for name in index)
 
-    wanted = {f"{attention}.qkv_linear.wk.weight": torch.empty(128, 256)}
-    load(wanted, checkpoint_id=step)
-    assert wanted[f"{attention}.qkv_linear.wk.weight"].std() > 0
+    wanted = torch.zeros(128, 256)
+    load_with(step, f"{attention}.qkv_linear.wk.weight", wanted)
+    assert all(rows.std() > 0 for rows in wanted.chunk(2))
 
 
 @pytest.mark.ranks

@@ -1,6 +1,5 @@
 """A rank whose disk does not answer ends the wait of every rank, each with an error that says so."""
 
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torchtitan.components.checkpointer import dcp
-from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import (
     CheckpointReadError,
     CheckpointSaveTimeoutError,
@@ -19,21 +15,33 @@ from torchtitan.components.checkpointer.waiting import leave_if_given_up
 from torchtitan.config import CommConfig
 from torchtitan.distributed import utils
 
-from tests.ranks.pool import end_of_ranks
+from tests.ranks.pinned_runs import children
+from tests.ranks.pool import end_of_ranks, run_on_ranks
+from tests.ranks.steering import await_end_of_save, BEFORE_DATA, hang, Steering
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, Run
+from tests.unit_tests.components.checkpointer.ways import (
+    ASYNC,
+    DISABLED,
+    over,
+    PINNED,
+    stager_of,
+    TC,
+    TC_WAITING,
+    Way,
+)
 
 pytestmark = pytest.mark.ranks
 
 WORDS = "has waited for 1 s, the limit of --checkpoint.timeout_seconds"
 
 
-def begin(folder: Path, mode: str) -> tuple[Run, dist.Store]:
+def begin(folder: Path, settings: dict[str, Any], limit_seconds: int = 1) -> tuple[Run, dist.Store]:
     """A run whose saves may take 1 second, in a job that waits for a minute."""
     utils.init_distributed(CommConfig(init_timeout_seconds=60))
     store = utils.job_store()
     assert store is not None
     store.set_timeout(timedelta(seconds=60))
-    return build_run(folder, async_mode=mode, timeout_seconds=1), store
+    return build_run(folder, timeout_seconds=limit_seconds, **settings), store
 
 
 def part_in_peace(store: dist.Store) -> None:
@@ -46,20 +54,18 @@ def part_in_peace(store: dist.Store) -> None:
         store.set("rank 1 is done, and has heard", "")
 
 
-def save_while_rank_1_hangs(folder: Path, mode: str) -> None:
-    run, store = begin(folder, mode)
+def save_while_rank_1_hangs(folder: Path, way: Way) -> None:
+    steering = Steering(way)
+    run, store = begin(folder, steering.settings)
     run.train(1)
     run.manager.maybe_wait_for_saving()
 
-    class Hanging(DurableFileSystemWriter):
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-            if mode == "disabled":
-                store.wait(["rank 0 has given up"])
-                raise OSError(5, "Input/output error")
-            threading.Event().wait()
+    def wait_and_fail() -> None:
+        store.wait(["rank 0 has given up"])
+        raise OSError(5, "Input/output error")
 
     if dist.get_rank() == 1:
-        patch.object(dcp, "DurableFileSystemWriter", Hanging).start()
+        steering.set(BEFORE_DATA, hang if way.is_background else wait_and_fail)
     try:
         run.train(3)
     except CheckpointSaveTimeoutError as error:
@@ -75,8 +81,30 @@ def save_while_rank_1_hangs(folder: Path, mode: str) -> None:
         leave_if_given_up()
 
 
-def load_while_rank_0_hangs(folder: Path) -> None:
-    run, store = begin(folder, "disabled")
+def save_while_a_writer_process_hangs(folder: Path, way: Way) -> Any:
+    """That of rank 1, for which the one of rank 0 waits."""
+    steering = Steering(way)
+    run, store = begin(
+        folder, steering.settings, limit_seconds=60
+    )  # until the processes have started
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    stager = stager_of(run.manager)
+    assert stager is not None and stager._process is not None
+    stager._process._timeout = timedelta(seconds=1)
+    if dist.get_rank() == 1:
+        steering.set(BEFORE_DATA, hang)
+    run.train(2)
+    await_end_of_save(run.manager)
+    steering.stop()
+    message = message_of(run.train, 3)
+    run.manager.close()
+    part_in_peace(store)
+    return message, children()
+
+
+def load_while_rank_0_hangs(folder: Path, way: Way) -> None:
+    run, store = begin(folder, way.settings)
     if dist.get_rank() == 0:
 
         def isdir(path: str) -> bool:
@@ -92,8 +120,8 @@ def load_while_rank_0_hangs(folder: Path) -> None:
     part_in_peace(store)
 
 
-def save_while_rank_1_is_late(folder: Path) -> None:
-    run, store = begin(folder, "async_with_pinned_mem")
+def save_while_rank_1_is_late(folder: Path, way: Way) -> None:
+    run, store = begin(folder, way.settings)
     run.train(1, save=False)
     if dist.get_rank() == 1:
         store.wait(["rank 0 has given up"])
@@ -103,17 +131,18 @@ def save_while_rank_1_is_late(folder: Path) -> None:
     part_in_peace(store)
 
 
-def test_a_rank_that_is_late_for_a_staged_save_is_waited_for_no_longer_than_the_limit(
-    tmp_path: Path,
+@over(PINNED, TC, TC_WAITING)
+def test_a_rank_that_is_late_for_a_save_is_waited_for_no_longer_than_the_limit(
+    tmp_path: Path, way: Way
 ) -> None:
-    end_of_ranks(2, save_while_rank_1_is_late, tmp_path, init=False)
+    end_of_ranks(2, save_while_rank_1_is_late, tmp_path, way, init=False)
     asked = f"step 1 to {tmp_path}/checkpoint/step-1"
     assert f"{asked} was given up: rank 0 {WORDS}" in (tmp_path / "rank 0").read_text()
     assert asked in (tmp_path / "rank 1").read_text()
 
 
 def test_a_background_save_that_hangs_on_one_rank_is_given_up_on_all(tmp_path: Path) -> None:
-    ends = end_of_ranks(2, save_while_rank_1_hangs, tmp_path, "async", init=False)
+    ends = end_of_ranks(2, save_while_rank_1_hangs, tmp_path, ASYNC, init=False)
     for rank in (0, 1):
         text = (tmp_path / f"rank {rank}").read_text()
         assert f"step 2 to {tmp_path}/checkpoint/step-2 was given up: rank {rank} {WORDS}" in text
@@ -121,16 +150,28 @@ def test_a_background_save_that_hangs_on_one_rank_is_given_up_on_all(tmp_path: P
     assert ends[1].exit_code == 7, ends[1].log
 
 
+@over(PINNED, TC)
+def test_a_writer_process_that_hangs_is_ended_in_time(tmp_path: Path, way: Way) -> None:
+    ends = run_on_ranks(2, save_while_a_writer_process_hangs, tmp_path, way, init=False)
+    for message, left in ends:
+        assert f"step 2 to {tmp_path}/checkpoint/step-2 failed" in message
+        assert "did not finish within 1 s (--checkpoint.timeout_seconds)" in message
+        assert left == []
+    assert way.complete(tmp_path) == ["step-1"]
+
+
+@over(DISABLED, TC_WAITING)
 def test_a_save_that_training_waits_for_is_given_up_before_the_limit_of_training(
-    tmp_path: Path,
+    tmp_path: Path, way: Way
 ) -> None:
-    end_of_ranks(2, save_while_rank_1_hangs, tmp_path, "disabled", init=False)
+    end_of_ranks(2, save_while_rank_1_hangs, tmp_path, way, init=False)
     text = (tmp_path / "rank 0").read_text()
     assert f"step 2 to {tmp_path}/checkpoint/step-2 was given up: rank 0 {WORDS}" in text
 
 
-def test_a_load_is_given_up_by_the_ranks_that_wait_for_rank_0(tmp_path: Path) -> None:
-    end_of_ranks(2, load_while_rank_0_hangs, tmp_path, init=False)
+@over(DISABLED, TC)
+def test_a_load_is_given_up_by_the_ranks_that_wait_for_rank_0(tmp_path: Path, way: Way) -> None:
+    end_of_ranks(2, load_while_rank_0_hangs, tmp_path, way, init=False)
     text = (tmp_path / "rank 1").read_text()
     assert f"Loading a checkpoint was given up: rank 1 {WORDS}" in text
     assert "Input/output error" in (tmp_path / "rank 0").read_text()
