@@ -144,6 +144,14 @@ def test_a_writer_goes_from_files_to_the_final_name_in_this_order(
     ]
 
 
+@relied_on_by("tc/writer.py: Writer._write_key")
+def test_each_file_of_a_writer_goes_through_one_method() -> None:
+    assert parameters_of(CheckpointWriter._write_key) == [
+        *("key", "layout_info", "full_path", "data_to_serialize"),
+    ]
+    assert "_write_key" in attributes_used(CheckpointWriter._write_keys)
+
+
 @relied_on_by("tc/writer.py", "tc/defaults.py: with_sync_save", "tc/index.py")
 def test_a_writer_without_a_barrier_writes_in_place(tmp_path: Path) -> None:
     config = CheckpointWriterConfig(barrier_config=None, write_to_temp_dir=False)
