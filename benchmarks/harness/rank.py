@@ -56,7 +56,10 @@ def main() -> None:
         reply = "returned", _carry_out(pipe.recv(), pipe)
     except (Exception, SystemExit, KeyboardInterrupt):
         reply = "raised", traceback.format_exc()
-    pipe.send(reply)
+    try:
+        pipe.send(reply)
+    except OSError:
+        pass  # nobody is left to hear it
     sys.stdout.flush()
     sys.stderr.flush()
     # A tidy end waits for threads and groups of peers that may have failed, and for the processes that

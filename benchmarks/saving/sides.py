@@ -113,6 +113,7 @@ class ManagerSide:
 
 def remove_checkpoint(side: Side, step: int) -> None:
     """Delete a checkpoint; rank 0 does it while the others wait."""
+    dist.barrier()  # another rank may still sync a file of it
     if dist.get_rank() == 0:
         shutil.rmtree(side.path_of(step), ignore_errors=True)
     dist.barrier()
