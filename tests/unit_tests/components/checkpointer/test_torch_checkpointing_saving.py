@@ -106,6 +106,27 @@ def test_a_step_without_a_save_prepares_for_saves_exactly_once(
     assert names(tmp_path) == ["step-3", "step-6"]
 
 
+def test_a_run_is_prepared_beside_the_save_of_its_first_step(
+    tmp_path: Path, writers: Writers, handed: Handed
+) -> None:
+    run = run_in(tmp_path, interval=3, enable_first_step_checkpoint=True)
+    writers.hold()
+    run.train(2)
+    assert writers.reached.wait(60)
+    first = run.manager.save_future
+    assert len(handed.prewarmed) == 1 and first is not None and not first.done()
+    expected = run.snapshot()
+    writers.let_go()
+    run.train(3)
+    run.manager.close()
+    assert names(tmp_path) == ["step-1", "step-3"] and len(writers.started) == 1
+    again = run_in(tmp_path, seed=5, load_only=True)
+    assert again.manager.load(1) and again.step == 1
+    again.train(2)
+    assert again.snapshot() == expected
+    again.manager.close()
+
+
 def test_saves_that_training_waits_for_are_not_prepared(tmp_path: Path, handed: Handed) -> None:
     run = waiting_run(tmp_path, interval=3)
     run.train(3)
