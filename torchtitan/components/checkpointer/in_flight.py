@@ -142,7 +142,9 @@ def told_as_save_error(
     """
     try:
         yield
-    except CheckpointSaveError:
+    except CheckpointSaveError as failure:
+        if earlier not in (None, failure, failure.__cause__):
+            failure.add_note(f"Before that: {earlier}")
         raise
     except FAILURES as error:
         failure = save_error(asked, error, limit_seconds)

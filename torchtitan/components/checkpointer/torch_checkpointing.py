@@ -183,8 +183,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         return index.is_complete(self._storage, checkpoint_id)
 
     def _kind_of(self, checkpoint_id: str) -> Kind:
-        others = {key for key, value in self.states.items() if key != MODEL and value is not None}
-        return index.kind_of(self._storage, checkpoint_id, others)
+        return index.kind_of(self._storage, checkpoint_id, self._full_keys())
 
     def _clear_staging(self, checkpoint_id: str) -> None:
         folder, _, name = checkpoint_id.rpartition("/")
@@ -338,14 +337,18 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             if not self._gave_up:  # which was raised already
                 self.maybe_wait_for_saving()
         finally:
-            self._stop_purging()
-            self._close_backend()
+            try:
+                self._stop_purging()
+            finally:  # a second Ctrl-C leaves no process behind
+                self._close_backend()
 
     def _close_backend(self) -> None:
-        self._manager.close()
         stager, self._stager = self._stager, None
-        if stager is not None:
-            stager.close()
+        try:
+            self._manager.close()
+        finally:
+            if stager is not None:
+                stager.close()
 
 
 def _backend_config(

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torchtitan.components.checkpointer import in_flight
+from torchtitan.components.checkpointer import in_flight, waiting
 from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
@@ -172,6 +172,29 @@ def test_the_wait_for_staging_goes_through_the_lock_of_the_backend(
     run.manager.close()
 
 
+def test_a_copy_that_hangs_is_given_up_with_the_flag_to_raise(
+    tmp_path: Path, writers: Writers
+) -> None:
+    run = run_in(tmp_path, timeout_seconds=1)
+    run.train(1, save=False)
+    stager, may_copy = run.manager._stager, threading.Event()
+    copy = stager._copy
+
+    def hang(copies: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_copy.wait(60)
+        copy(copies)
+
+    with patch.object(stager, "_copy", hang), patch.object(waiting, "_has_given_up", False):
+        run.manager.save(1)
+        with pytest.raises(CheckpointSaveTimeoutError, match="--checkpoint.timeout_seconds"):
+            run.manager.maybe_wait_for_staging()
+        assert waiting._has_given_up
+        may_copy.set()
+        run.manager.maybe_wait_for_saving()
+    run.manager.close()
+
+
 def test_parameters_may_change_as_soon_as_they_are_copied_and_not_before(
     tmp_path: Path, writers: Writers
 ) -> None:
@@ -224,6 +247,34 @@ def test_a_last_save_is_made_although_the_one_before_has_failed_which_is_told(
     run.progress.values["step"] = 2
     assert "step 1" in message_of(run.manager.save, 2, True)
     assert names(tmp_path) == ["step-2"]
+    run.manager.close()
+
+
+def test_a_save_that_cannot_begin_tells_what_the_one_before_has_failed_with(
+    tmp_path: Path, writers: Writers
+) -> None:
+    run = run_in(tmp_path)
+    writers.error = FULL
+    run.train(1)
+    run.manager.states["odd"] = {"entry": threading.Lock()}
+    with pytest.raises(CheckpointSaveError, match="step 2 .*odd cannot be saved") as raised:
+        run.manager.save(2)
+    (note,) = raised.value.__notes__
+    assert "Before that: Saving the checkpoint of step 1" in note and "No space left" in note
+    del run.manager.states["odd"]
+    run.manager.close()
+
+
+def test_whatever_interrupts_the_end_the_writer_process_ends(
+    tmp_path: Path, writers: Writers
+) -> None:
+    run = run_in(tmp_path)
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    with patch.object(run.manager, "_stop_purging", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            run.manager.close()
+    assert run.manager._stager is None and not writers.started[0].is_usable
     run.manager.close()
 
 

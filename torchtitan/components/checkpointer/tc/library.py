@@ -7,13 +7,14 @@
       Resharder               see resharder.py
       Saver, SharedMemory, Process   see background.py
 
-``tests/unit_tests/components/checkpointer/tc/test_library_facts.py`` pins what this relies on.
+``tests/unit_tests/components/checkpointer/tc/test_library_facts*.py`` pin what this relies on.
 """
 
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_proces
 from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain
 from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
 from torchtitan.components.checkpointer.tc.writer import Writer
+from torchtitan.components.checkpointer.waiting import note_given_up, WaitExpiredError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,6 +122,25 @@ class Backend(CheckpointManager):
         """Take memory for ``checkpoint``, and start the writer process, while nothing is saved."""
         if isinstance(self._saver, Saver) and self._stager is not None:
             self._stager.prewarm(checkpoint)
+
+    @contextmanager
+    def lock(self) -> Generator[None]:
+        """As the library's, which takes a copy that is not done in time for a deadlock, and says so.
+
+        Raises:
+            WaitExpiredError: something is still copied after the limit.
+        """
+        if not isinstance(self._saver, Saver):
+            yield
+            return
+        seconds, readers = self._config.save.wait_timeout_secs, self._saver.staging_lock.read
+        if not readers.acquire(timeout=-1 if seconds is None else seconds):
+            note_given_up()
+            raise WaitExpiredError(f"not copied after {seconds:g} s")
+        try:
+            yield
+        finally:
+            readers.release()
 
     def forget_failure(self) -> None:
         """Go on after a failed save that was told of; the library would raise it again for ever."""
