@@ -25,6 +25,7 @@ from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.distributed_metadata import CheckpointMetadata, DistributedMetadata
+from torch_checkpointing.lock import RWLock
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.metadata_serialization import (
     METADATA_FILE_NAME,
@@ -331,6 +332,22 @@ def test_a_reader_asks_its_own_formats_and_can_insist_on_metadata(tmp_path: Path
             tmp_path, missing, strict=True
         )
     manager.close()
+
+
+@relied_on_by("tc/library.py: Backend.lock")
+def test_a_copy_excludes_readers_and_a_write_does_not() -> None:
+    lock = RWLock(acquire_timeout=0.01)
+    lock.write.acquire_or_raise()
+    assert lock.read.acquire(timeout=0.01) is False
+    with pytest.raises(RuntimeError, match="likely a deadlock"):
+        lock.read.acquire_or_raise()
+    lock.downgrade()
+    assert lock.read.acquire(timeout=-1) is True
+    with pytest.raises(RuntimeError, match="likely a deadlock"):
+        lock.write.acquire_or_raise()
+    for _ in range(2):
+        lock.read.release()
+    assert lock.locked_mode() is None
 
 
 @relied_on_by("tc/background.py: SharedMemory, Process")
