@@ -60,3 +60,10 @@ def test_an_encoded_state_does_not_change_with_the_object_it_came_from() -> None
 def test_a_key_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(TypeError, match="has the key <object"):
         encode({"inner": {object(): 1}})
+
+
+def test_a_dict_that_one_rank_fills_and_another_has_empty_is_that_of_the_first() -> None:
+    together = encode({"inner": {}}) | encode({}) | {"row": 3}
+    assert decode(together) == {"inner": {}, "row": 3}
+    together["inner"] |= encode({"deep": {4: "x"}})
+    assert decode(together) == {"inner": {"deep": {4: "x"}}, "row": 3}

@@ -150,3 +150,11 @@ def test_an_entry_that_the_object_misses_is_an_error_that_names_it(tmp_path: Pat
     save(tmp_path, part={"step": 1})
     with pytest.raises(CheckpointMismatchError, match="'ntokens_seen'.*'step'.*loading part"):
         load(tmp_path, part=Strict({"ntokens_seen": 0}))
+
+
+def test_a_live_tensor_that_repeats_its_elements_is_not_written_into(tmp_path: Path) -> None:
+    save(tmp_path, part={"row": torch.arange(3.0), "one": torch.ones(1, 3)})
+    live = {"row": torch.zeros(1).expand(3), "one": torch.zeros(3).expand(1, 3)}
+    found = loaded(tmp_path, live)
+    assert found["row"].tolist() == [0.0, 1.0, 2.0] and found["one"].tolist() == [[1.0] * 3]
+    assert found["one"] is live["one"]
