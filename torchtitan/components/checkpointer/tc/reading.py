@@ -135,14 +135,8 @@ def restore(
         CheckpointReadError: it cannot be read.
     """
     started_at = time.monotonic()
-    if not source.model_only:
-        require_known(excluded, states)
     other_keys = frozenset(states) - {MODEL}
-    kept = {
-        key: value
-        for key, value in states.items()
-        if key == MODEL or not (source.model_only or key in excluded)
-    }
+    kept = _to_fill(source, states, excluded)
     unneeded = states.keys() - kept.keys()
     saved = rank_zero_decides(lambda: look(storage, source.path, unneeded=unneeded), group)
     wanted = templates(flatten_states(kept), other_keys, saved.outline)
@@ -176,6 +170,13 @@ def restore(
         require_step(source, states.get(TRAIN_STATE))
     GarbageCollection.collect("after loading a checkpoint")
     logger.info(f"Loaded the checkpoint in {time.monotonic() - started_at:.2f} s.")
+
+
+def _to_fill(source: Source, states: Mapping[str, Any], excluded: Iterable[str]) -> dict[str, Any]:
+    if source.model_only:
+        return {MODEL: states[MODEL]}
+    require_known(excluded, states)
+    return {key: value for key, value in states.items() if key == MODEL or key not in excluded}
 
 
 def restore_state_dict(states: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
