@@ -162,17 +162,24 @@ def flatten_states(
 
 
 def cast_for_export(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A copy of ``state_dict`` whose floating-point tensors have ``dtype``; others untouched."""
-    return {
-        name: (
-            value.to(dtype)
-            if isinstance(value, torch.Tensor)
-            and value.is_floating_point()
-            and value.dtype != dtype
-            else value
-        )
-        for name, value in state_dict.items()
-    }
+    """A copy of ``state_dict`` whose floating-point tensors have ``dtype``; others untouched.
+
+    Tied entries are still tied.
+    """
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if value.dtype == dtype:
+            return value
+        # Two that share a place without being tied have no elements, and so nothing to mix up.
+        view = (_place(value), _layout(value), value.stride())
+        if view not in made:
+            made[view] = value.to(dtype)
+        return made[view]
+
+    return {name: cast(value) for name, value in state_dict.items()}
 
 
 def require_known(excluded: Iterable[str], known: Iterable[str]) -> None:

@@ -200,6 +200,14 @@ def test_an_export_casts_floating_point_entries_and_nothing_else() -> None:
     assert all(cast[name] is state[name] for name in ("same", "count", "mask", "number"))
 
 
+def test_tied_entries_are_still_tied_in_an_export() -> None:
+    square = torch.arange(4.0).view(2, 2)
+    state = {"head": square[:], "embedding": square[:], "turned": square.t(), "part": square[:1]}
+    cast = cast_for_export(state, torch.bfloat16)
+    assert cast["head"] is cast["embedding"] and cast["head"].tolist() == square.tolist()
+    assert cast["turned"].tolist() == square.t().tolist() and cast["part"].tolist() == [[0.0, 1.0]]
+
+
 def test_unknown_exclusions_are_all_named_beside_those_that_exist() -> None:
     known = ["model", "optimizer", "dataloader"]
     require_known(["optimizer"], known)
