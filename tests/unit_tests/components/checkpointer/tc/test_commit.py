@@ -1,5 +1,6 @@
 """One save on all ranks: saved on all, or failed on all with one story; never a rank that waits on."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -228,6 +229,22 @@ def test_whatever_fails_all_ranks_save_or_none_does(fails: list[str]) -> None:
     assert [end == "saved" for _, end in sorted(save.ends.items())] == [is_saved] * WORLD
     told = {end for end in save.ends.values() if not end.startswith(("own", "saved"))}
     assert len(told) <= 1
+
+
+def test_a_failure_that_all_know_of_is_not_told_again() -> None:
+    met: list[str | None] = []
+
+    class Told(Commit):
+        def _meet(self, stop: Any, failure: str | None) -> str | None:
+            met.append(failure)
+            return failure or "rank 1: OSError: full"
+
+    for begin in (lambda commit: commit.agree(), lambda commit: commit.fail(OSError("own"))):
+        commit = Told(info(0))
+        with contextlib.suppress(OtherRankFailedError):
+            begin(commit)
+        commit.fail(OSError("later"))
+    assert met == [None, "rank 0: OSError: own"]
 
 
 def test_one_rank_agrees_with_nobody_and_meets_nobody() -> None:
