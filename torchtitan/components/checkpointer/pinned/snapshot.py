@@ -22,6 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
+from torchtitan.components.checkpointer.state import local_part
 
 CanWait = Callable[[str, torch.Tensor], bool]
 """(top-level key, tensor) -> whether nothing but the optimizer's next step changes it."""
@@ -145,16 +146,15 @@ class _Extractor(_Pickler):
     def persistent_id(self, obj: Any) -> Place | None:
         if not isinstance(obj, torch.Tensor):
             return None
-        whole = obj.detach()
-        local = whole.to_local() if isinstance(whole, DTensor) else whole
+        local = local_part(obj)
         if type(local) not in _PLAIN_TYPES or local.layout is not torch.strided:
             raise TypeError(
                 f"{self.key} holds a tensor of type {type(obj).__name__} ({local.layout}), which cannot be "
                 "staged in shared memory; use --checkpoint.backend dcp with --checkpoint.async_mode async."
             )
         place = self._place(local)
-        if isinstance(whole, DTensor):
-            place = place._replace(shard=self._shards.number_of(whole, place, self.key))
+        if isinstance(obj, DTensor):
+            place = place._replace(shard=self._shards.number_of(obj, place, self.key))
         return place
 
     def _place(self, local: torch.Tensor) -> Place:

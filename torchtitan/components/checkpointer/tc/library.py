@@ -10,8 +10,8 @@
 ``tests/unit_tests/components/checkpointer/tc/test_library_facts*.py`` pin what this relies on.
 """
 
-import hashlib
 import pickle
+import weakref
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch_checkpointing.checkpoint_base import CheckpointInfo
 from torch_checkpointing.checkpoint_loader import CheckpointLoader
@@ -31,6 +32,7 @@ from torch_checkpointing.distributed_metadata import (
     CheckpointMetadata,
     DistributedMetadata,
     GlobalObjectMetadata,
+    LocalMetadata,
     ShardingMetadata,
 )
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
@@ -45,6 +47,7 @@ from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 from torchtitan.components.checkpointer.tc.background import Process, Saver, SharedMemory
 from torchtitan.components.checkpointer.tc.commit import GroupCommit
 from torchtitan.components.checkpointer.tc.index import MARKER
+from torchtitan.components.checkpointer.tc.leaves import leaves
 from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain
@@ -163,7 +166,9 @@ class Metadata(DefaultMetadataManager):
     def __init__(self, rank_info: RankInfo, group: "dist.ProcessGroup | None") -> None:
         super().__init__(rank_info, group, should_cache_metadata=False, enable_serialization=False)
         self._group = group
-        self._current: tuple[bytes, CheckpointMetadata, bytes] | None = None
+        self._tensors: _Tensors | None = None
+        self._local: LocalMetadata = {}
+        self._current: tuple[CheckpointMetadata, bytes] | None = None
 
     def compute_metadata(self, checkpoint_info: CheckpointInfo) -> CheckpointMetadata:
         """The metadata of all ranks. Collective; a failure of one rank is raised on all.
@@ -171,27 +176,27 @@ class Metadata(DefaultMetadataManager):
         Raises:
             ValueError: a tensor is laid out in a way that could not be read back.
         """
-        digest, failure, local = b"", None, {}
-        try:
-            local = self.extract_object_metadata(checkpoint_info)
-            layouts = checkpoint_info.layout_info_mappings
-            digest = hashlib.sha256(repr((local, layouts)).encode()).digest()
-        except Exception as error:  # of any tensor subclass in the state
-            failure = f"rank {self._rank_info.global_rank}: {error}"
-        known = self._current[0] if self._current is not None else None
-        found = gather((failure, failure is None and digest == known), self._group)
+        tensors = _Tensors(checkpoint_info)
+        local, failure = self._local, None
+        if not tensors.are(self._tensors):
+            try:
+                local = self.extract_object_metadata(checkpoint_info)
+            except Exception as error:  # of any tensor subclass in the state
+                failure = f"rank {self._rank_info.global_rank}: {error}"
+        found = gather((failure, local == self._local), self._group)
         if failures := [one for one, _ in found if one is not None]:
             raise ValueError(failures[0])
         if self._current is None or not all(is_known for _, is_known in found):
             metadata = self._aggregate_metadata(local, checkpoint_info.layout_info_mappings)
             content = pickle.dumps(metadata.to_dict())
             both = CheckpointMetadata(distributed_metadata=metadata, local_metadata=local)
-            self._current = (digest, both, content)
-        return self._current[1]
+            self._current = both, content
+        self._tensors, self._local = tensors, local
+        return self._current[0]
 
     def get_serialized_metadata(self) -> bytes | None:
         """The contents of metadata.pkl for the save whose metadata was computed last."""
-        return None if self._current is None else self._current[2]
+        return None if self._current is None else self._current[1]
 
     def _all_gather_pickled_data(
         self, data: Any, process_group: "dist.ProcessGroup | None" = None
@@ -202,6 +207,30 @@ class Metadata(DefaultMetadataManager):
         self, all_ranks_metadata: dict[int, dict[str, dict[NestedPath, ShardingMetadata]]]
     ) -> dict[str, dict[NestedPath, list[GlobalObjectMetadata]]]:
         return one_of_each_plain(super()._merge_object_metadata_from_ranks(all_ranks_metadata))
+
+
+class _Tensors:
+    """The tensors of a save, to be told from those of another one; keeps none of them alive."""
+
+    def __init__(self, checkpoint_info: CheckpointInfo) -> None:
+        self._found = {
+            (key, nested): (weakref.ref(leaf), leaf.shape, leaf.dtype)
+            for key, value in checkpoint_info.state_dict.items()
+            for nested, leaf in leaves(value)
+            if isinstance(leaf, torch.Tensor)
+        }
+
+    def are(self, others: "_Tensors | None") -> bool:
+        """Whether these are the very same objects: then they are laid out in the same way."""
+        # Two references are equal if what they refer to is; to compare tensors would compare elements.
+        return (
+            others is not None
+            and self._found.keys() == others._found.keys()
+            and all(
+                mine[0]() is theirs[0]() and mine[1:] == theirs[1:]
+                for mine, theirs in zip(self._found.values(), others._found.values(), strict=True)
+            )
+        )
 
 
 class PlainMetadata(TorchDistributedMetadataFormat):
