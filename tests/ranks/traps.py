@@ -35,6 +35,7 @@ def of_all_kinds(seed: int) -> dict[Any, Any]:
     table = torch.arange(77.0).reshape(7, 11) + seed
     rows = (torch.arange(100_000.0) + seed)[40:47]
     short = torch.arange(4.0) + seed
+    shard = distribute_tensor(table.clone(), mesh, [Shard(0)])
     return {
         "in lists": [{"part": distribute_tensor(short, mesh, [Shard(0)]), "rate": [seed, (0.5,)]}],
         "beside shards": {
@@ -61,7 +62,7 @@ def of_all_kinds(seed: int) -> dict[Any, Any]:
         "layouts": [table.t(), table[:, ::2], torch.complex(short, short).conj()],
         "repeated": torch.full((1,), float(seed)).expand(5),
         "rows of a large table": [rows, rows[:3], rows[2:5]],
-        "twice": [table, table],
+        "twice": [table, table, shard, shard],
         f"only in {seed}": {"by number": {seed: {}}, "a b/c:d": seed, "..": [[], [seed, [2]]]},
         "changes": [KINDS[(seed + number) % len(KINDS)] for number in range(len(KINDS))],
     }
