@@ -86,6 +86,11 @@ def look(storage: Storage, path: str, *, unneeded: Set[str] = frozenset()) -> Sa
         for found in _files_with_values(metadata, storage.ls(Path(path)))
         if found[0] not in unneeded
     ]
+    if gone := sorted(metadata.metadata.keys() - unneeded - {key for key, _ in files}):
+        raise CheckpointReadError(
+            f"{path} is damaged: there are no files {', '.join(f'{key}_*.pt' for key in gone)}, of which its "
+            "index tells. Move it away and start again to resume from the one before it."
+        )
     with ThreadPoolExecutor(_NUM_READERS) as readers:
         trees = list(readers.map(lambda one: _read(storage, Path(path, one[1])), files))
     # The lowest rank is the last to speak, so what ranks share is that of the lowest.
