@@ -267,4 +267,7 @@ def test_a_directory_is_moved_below_a_new_folder_and_measured_whole(
     ours.move(f"{tmp_path}/step-1", f"{tmp_path}/aside/step-1")
     assert not ours.isdir(f"{tmp_path}/step-1")
     assert ours.size_bytes(f"{tmp_path}/aside/step-1") == 7
+    assert ours.size_bytes(f"{tmp_path}/aside/step-1/inside/b") == 4
+    with pytest.raises(FileNotFoundError):
+        ours.size_bytes(f"{tmp_path}/gone")
     assert sorted(ours.listdir(f"{tmp_path}/aside/step-1")) == ["a", "inside"]
