@@ -1,4 +1,4 @@
-"""A save in the background, held at a gate while the world around it changes."""
+"""A save in the background, held at a gate while the world around it changes, with either manager."""
 
 import shutil
 import threading
@@ -14,28 +14,37 @@ from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
+from tests.unit_tests.components.checkpointer.tc.stand_ins import Writers
+from tests.unit_tests.components.checkpointer.ways import ASYNC, over, TC, Way
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Gate:
-    """Writers stop here, their directory made and nothing written, until it opens."""
+    """Writers stop here, their directory made and nothing written, while it is closed."""
 
     def __init__(self) -> None:
-        self.is_open = threading.Event()
-        self.reached = threading.Event()
+        self.may_go_on, self.reached = threading.Event(), threading.Event()
+        self.may_go_on.set()
 
-    def close(self) -> None:
-        self.is_open.clear()
+    def hold(self) -> None:
         self.reached.clear()
+        self.may_go_on.clear()
+
+    def let_go(self) -> None:
+        self.may_go_on.set()
 
     def pass_through(self) -> None:
         self.reached.set()
-        assert self.is_open.wait(30)
+        assert self.may_go_on.wait(30)
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
+def gate(way: Way, writers: Writers) -> Iterator[Gate | Writers]:
+    """An open one, at which the writers of ``way`` stop once it is closed."""
+    if way is TC:
+        yield writers
+        return
     barrier = Gate()
 
     class Gated(dcp.DurableFileSystemWriter):
@@ -45,50 +54,56 @@ def gate() -> Iterator[Gate]:
 
     with patch.object(dcp, "DurableFileSystemWriter", Gated):
         yield barrier
-        barrier.is_open.set()
+        barrier.let_go()
 
 
 def spoil(run: Run) -> None:
-    """Change everything that a checkpoint holds, in place."""
+    """Change everything that a checkpoint holds, in place, as early as a run may."""
+    with torch.no_grad():
+        run.model.get_buffer("seen").fill_(-1)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0
+    run.progress.values["step"] = run.dataloader.values["row"] = 1000
+    run.manager.maybe_wait_for_staging()
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.add_(100.0)
-        run.model.get_buffer("seen").fill_(-1)
     for optimizer in run.optimizers:
         for state in optimizer.state.values():
             state["exp_avg"].fill_(9.0)
             state["step"].fill_(77.0)
-        for group in optimizer.param_groups:
-            group["lr"] = 1.0
-    run.progress.values["step"] = run.dataloader.values["row"] = 1000
 
 
-def saved_at(folder: Path, step: int) -> dict[str, Any]:
-    run = build_run(folder, seed=5, keep_latest_k=0)
+def saved_at(folder: Path, way: Way, step: int) -> dict[str, Any]:
+    run = build_run(folder, seed=5, load_only=True, **way.settings)
     run.manager.load(step)
     return run.snapshot()
 
 
-def test_what_changes_after_a_save_does_not_reach_the_file(tmp_path: Path, gate: Gate) -> None:
-    run = build_run(tmp_path, async_mode="async")
+@over(ASYNC, TC)
+def test_what_changes_after_a_save_does_not_reach_the_file(
+    tmp_path: Path, way: Way, gate: Gate
+) -> None:
+    run = build_run(tmp_path, **way.settings)
     for step in (1, 2):
-        gate.close()
+        gate.hold()
         run.train(step, save=False)
         saved = run.snapshot()
         run.manager.save(step)
         spoil(run)
-        gate.is_open.set()
+        gate.let_go()
         run.manager.maybe_wait_for_saving()
-        assert saved_at(tmp_path, step) == saved
+        assert saved_at(tmp_path, way, step) == saved
         run.manager.load(step)
     run.manager.close()
 
 
+@over(ASYNC, TC)
 def test_optimizer_state_that_is_replaced_between_saves_is_saved_as_it_is_now(
-    tmp_path: Path, gate: Gate
+    tmp_path: Path, way: Way, gate: Gate
 ) -> None:
-    run = build_run(tmp_path, async_mode="async")
-    gate.is_open.set()
+    run = build_run(tmp_path, **way.settings)
     run.train(1)
     for optimizer in run.optimizers:
         for state in optimizer.state.values():
@@ -96,17 +111,20 @@ def test_optimizer_state_that_is_replaced_between_saves_is_saved_as_it_is_now(
     run.train(2)
     saved = run.snapshot()
     run.manager.close()
-    assert saved_at(tmp_path, 2) == saved
+    assert saved_at(tmp_path, way, 2) == saved
 
 
+# The other manager makes its folder when it writes, so there is nothing to lose before.
+@over(ASYNC)
 def test_a_folder_that_vanishes_under_a_save_fails_it_and_the_next_one_works(
-    tmp_path: Path, gate: Gate
+    tmp_path: Path, way: Way, gate: Gate
 ) -> None:
-    run = build_run(tmp_path, async_mode="async")
+    run = build_run(tmp_path, **way.settings)
+    gate.hold()
     run.train(1)
     assert gate.reached.wait(30)
     shutil.rmtree(tmp_path / "checkpoint")
-    gate.is_open.set()
+    gate.let_go()
     with pytest.raises(CheckpointSaveError, match="step 1 to .*FileNotFoundError"):
         run.train(2)
     run.train(3)
@@ -114,33 +132,37 @@ def test_a_folder_that_vanishes_under_a_save_fails_it_and_the_next_one_works(
     assert names(tmp_path) == ["step-3"]
 
 
-def test_closing_waits_for_the_save_in_flight(tmp_path: Path, gate: Gate) -> None:
-    run = build_run(tmp_path, async_mode="async")
+@over(ASYNC, TC)
+def test_closing_waits_for_the_save_in_flight(tmp_path: Path, way: Way, gate: Gate) -> None:
+    run = build_run(tmp_path, **way.settings)
+    gate.hold()
     run.train(1)
     closing = threading.Thread(target=run.manager.close)
     closing.start()
     assert gate.reached.wait(30)
     assert closing.is_alive() and run.manager.newest_checkpoint() is None
-    gate.is_open.set()
+    gate.let_go()
     closing.join(30)
     assert run.manager.newest_checkpoint() == str(tmp_path / "checkpoint/step-1")
 
 
+@over(ASYNC, TC)
 def test_k_minus_one_complete_checkpoints_stay_while_a_save_is_in_flight(
-    tmp_path: Path, gate: Gate
+    tmp_path: Path, way: Way, gate: Gate
 ) -> None:
-    run = build_run(tmp_path, async_mode="async", keep_latest_k=2)
-    gate.is_open.set()
+    run = build_run(tmp_path, keep_latest_k=2, **way.settings)
     run.train(2)
     run.manager.maybe_wait_for_saving()
-    gate.close()
+    gate.hold()
     run.train(3)
     assert gate.reached.wait(30)
     run.manager.purge_queue.put(None)
     assert run.manager.purge_thread is not None
     run.manager.purge_thread.join(30)
     # One complete checkpoint is the least that must be there; the third is not complete yet.
-    assert names(tmp_path) == ["step-2", "step-3"]
+    assert way.complete(tmp_path) == ["step-2"]
+    assert set(names(tmp_path)) <= {"step-2", way.unfinished(3)}
     assert run.manager.newest_checkpoint() == str(tmp_path / "checkpoint/step-2")
-    gate.is_open.set()
+    gate.let_go()
     run.manager.close()
+    assert names(tmp_path) == way.complete(tmp_path) == ["step-2", "step-3"]

@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torchtitan.tools.utils import resident_memory_bytes
 
 from tests.unit_tests.components.checkpointer.runs import build_run, names
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "writers")
 
 
-def test_managers_that_are_closed_leave_no_thread_of_ours(tmp_path: Path) -> None:
+@over(ASYNC, TC)
+def test_managers_that_are_closed_leave_no_thread_of_ours(tmp_path: Path, way: Way) -> None:
     before = set(threading.enumerate())
     for _ in range(20):
-        run = build_run(tmp_path, async_mode="async", keep_latest_k=2)
+        run = build_run(tmp_path, keep_latest_k=2, **way.settings)
         run.train(1)
         run.manager.close()
     left = set(threading.enumerate()) - before
@@ -27,8 +29,11 @@ def test_managers_that_are_closed_leave_no_thread_of_ours(tmp_path: Path) -> Non
     assert not [thread for thread in left if thread.is_alive()]
 
 
-def test_a_manager_that_was_forgotten_ends_its_thread_when_it_dies(tmp_path: Path) -> None:
-    run = build_run(tmp_path)
+@over(DISABLED, TC, TC_WAITING)
+def test_a_manager_that_was_forgotten_ends_its_thread_when_it_dies(
+    tmp_path: Path, way: Way
+) -> None:
+    run = build_run(tmp_path, **way.settings)
     thread = run.manager.purge_thread
     assert thread is not None and thread.is_alive()
     del run
@@ -37,8 +42,9 @@ def test_a_manager_that_was_forgotten_ends_its_thread_when_it_dies(tmp_path: Pat
     assert not thread.is_alive()
 
 
-def test_memory_stays_level_over_twenty_asynchronous_saves(tmp_path: Path) -> None:
-    run = build_run(tmp_path, async_mode="async", keep_latest_k=2)
+@over(ASYNC, TC, TC_WAITING)
+def test_memory_stays_level_over_twenty_saves(tmp_path: Path, way: Way) -> None:
+    run = build_run(tmp_path, keep_latest_k=2, **way.settings)
     run.manager.states["ballast"] = torch.zeros(2 * 2**20)  # 8 MiB
     run.train(3)
     run.manager.maybe_wait_for_saving()
@@ -50,10 +56,11 @@ def test_memory_stays_level_over_twenty_asynchronous_saves(tmp_path: Path) -> No
     assert names(tmp_path) == ["step-22", "step-23"]
 
 
-def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
-    run = build_run(tmp_path, async_mode="async")
+@over(ASYNC, TC, TC_WAITING)
+def test_closing_twice_is_closing_once(tmp_path: Path, way: Way) -> None:
+    run = build_run(tmp_path, **way.settings)
     run.train(1)
     run.manager.close()
     run.manager.close()
-    assert (tmp_path / "checkpoint/step-1/.metadata").is_file()
+    assert way.complete(tmp_path) == ["step-1"]
     assert dist.is_initialized()
