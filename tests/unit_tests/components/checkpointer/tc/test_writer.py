@@ -121,6 +121,13 @@ def test_without_a_barrier_nobody_is_asked_and_it_is_written_in_place(tmp_path: 
     assert sorted(os.listdir(tmp_path / "step-1")) == ["metadata.pkl", "model_0.pt"]
 
 
+def test_a_file_is_no_larger_than_what_its_tensors_show(tmp_path: Path) -> None:
+    item = CheckpointItem(value={"row": torch.zeros(1000, 100)[3]})
+    writer = Writer(writer_args(), lambda: Noted(tmp_path))
+    writer.write(str(tmp_path / "step-1"), CheckpointWriteInfo({"model": item}))
+    assert (tmp_path / "step-1/model_0.pt").stat().st_size < 10_000
+
+
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
 def test_writers_of_three_ranks_name_a_checkpoint_that_is_whole_or_none(
     failing: int | None, tmp_path: Path
