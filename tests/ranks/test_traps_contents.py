@@ -7,6 +7,7 @@
     a mesh of another name is another layout           the same: meshes are named after their seed
     of views that begin at one address, one is read    the same: "rows of a large table"
     no place may change its type                       the same: "changes", "only in"
+    a parameter cannot be read into                    the same: "learned"
     all saves get the metadata of the first            the same: the second has another state
     part of a state is read some time after the save   the same: it is spoiled right after the save
     a tensor that rank 0 lacks is left as it was       test_what_only_some_ranks_have...: "step", "stage"
@@ -140,7 +141,7 @@ def test_every_kind_of_state_comes_back_on_any_number_of_ranks(
     runs: dict[str, Any], step: int, num_ranks: int
 ) -> None:
     saved = without(runs["saved on 2"][0][step], "some")
-    assert len(saved["extra"]) == 14 and len(saved) > 20
+    assert len(saved["extra"]) == 15 and len(saved) > 20
     for found in runs[f"2 on {num_ranks}"]:
         found = without(found[step], "some")
         extra, expected = found.pop("extra"), saved["extra"]

@@ -62,6 +62,7 @@ def of_all_kinds(seed: int) -> dict[Any, Any]:
         "layouts": [table.t(), table[:, ::2], torch.complex(short, short).conj()],
         "repeated": torch.full((1,), float(seed)).expand(5),
         "rows of a large table": [rows, rows[:3], rows[2:5]],
+        "learned": [torch.nn.Parameter(short + 1), torch.nn.Parameter(shard + 1)],
         "twice": [table, table, shard, shard],
         f"only in {seed}": {"by number": {seed: {}}, "a b/c:d": seed, "..": [[], [seed, [2]]]},
         "changes": [KINDS[(seed + number) % len(KINDS)] for number in range(len(KINDS))],

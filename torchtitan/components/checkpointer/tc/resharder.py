@@ -90,6 +90,8 @@ class Resharder(DefaultResharder):
         target: Any,
         storage: Storage,
     ) -> None:
+        # Autograd would refuse to write into a parameter, and the threads that do it know no no_grad.
+        target = _detached(target)
         # In rounds, in none of which two tensors begin at the same address.
         targets = _collect_leaf_values(item_key, target)
         for paths in _rounds({path: targets[path] for path in nested_path_to_load_plans}):
@@ -123,6 +125,14 @@ def _named_in_errors(path: Path) -> Generator[None]:
         raise  # the library's sign to itself to read all of the file
     except Exception as error:  # damaged files raise whatever their bytes happen to spell
         raise CheckpointReadError(f"{path.name}: {error!r}") from error
+
+
+def _detached(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _detached(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_detached(value) for value in tree]
+    return tree.detach() if isinstance(tree, torch.Tensor) else tree
 
 
 def _rounds(targets: Mapping[NestedPath, torch.Tensor]) -> list[list[NestedPath]]:
