@@ -18,7 +18,7 @@ from torchtitan.components.checkpointer.errors import (
 from torchtitan.components.checkpointer.tc import reading
 
 from tests.ranks.pool import run_on_ranks
-from tests.unit_tests.components.checkpointer.runs import build_run, names
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
 from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
 
 pytestmark = pytest.mark.ranks
@@ -100,6 +100,31 @@ def error_of_load(folder: Path, way: Way, step: int, width: int) -> tuple[str, s
         run.manager.close()
         return type(error).__name__, str(error)
     return "", "nothing was raised"
+
+
+class OfRank1:
+    """State that rank 1 cannot tell as long as it is broken."""
+
+    is_broken = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_broken and dist.get_rank() == 1:
+            raise KeyError("row")
+        return {"row": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def break_a_state_of_rank_1(folder: Path, way: Way) -> Any:
+    run, state = build_run(folder, **way.settings), OfRank1()
+    run.manager.states["reader"] = state
+    run.train(1)
+    state.is_broken = True
+    message = message_of(run.train, 2)
+    state.is_broken = False
+    run.train(3)
+    run.manager.close()
+    return message
 
 
 def see_different_disks(folder: Path, way: Way) -> Any:
@@ -210,6 +235,15 @@ def test_a_rank_that_sees_another_disk_follows_rank_0(tmp_path: Path, way: Way) 
     run_on_ranks(2, save_steps, tmp_path, way, 2)
     assert run_on_ranks(2, see_different_disks, tmp_path, way, timeout_seconds=30) == [2, 2]
     assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_a_state_that_one_rank_cannot_tell_fails_the_save_on_all_and_the_next_one_works(
+    tmp_path: Path,
+) -> None:
+    # Through DCP the others learn of it only when the run of that rank ends.
+    for message in run_on_ranks(2, break_a_state_of_rank_1, tmp_path, TC_WAITING):
+        assert f"step 2 to {tmp_path}/checkpoint/step-2 failed: rank 1: the state reader" in message
+    assert names(tmp_path) == ["step-1", "step-3"]
 
 
 def test_only_rank_0_decides_and_what_it_raises_everyone_raises() -> None:
