@@ -87,13 +87,14 @@ def file_system_of(folder: Path) -> str:
 
 
 def require_enough(asked: str, *, memory_bytes: int, disk_bytes: int, folder: Path) -> None:
-    """Check that this machine has room, before anything is started.
+    """Check that this machine has room, before anything is started; ``folder`` may have to be made yet.
 
     Raises:
         RefusedError: names all that is short.
     """
     free_memory = available_bytes()
-    free_disk = shutil.disk_usage(folder).free
+    existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    free_disk = shutil.disk_usage(existing).free
     short = []
     if free_memory is not None and memory_bytes + _SPARE_MEMORY_BYTES > free_memory:
         wanted = (memory_bytes + _SPARE_MEMORY_BYTES) / GIB

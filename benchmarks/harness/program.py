@@ -95,7 +95,6 @@ class Matrix:
 
     def require_room(self, cells: Sequence[Cell], room_of: Callable[[Cell], Room]) -> None:
         """Refuse before anything starts; raises ``RefusedError``."""
-        self._parent.mkdir(parents=True, exist_ok=True)
         for cell in cells:
             room = room_of(cell)
             machine.require_enough(

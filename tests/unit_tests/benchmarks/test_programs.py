@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> 
     options = CheckpointOptions(ranks=(10_000,), output=tmp_path / "out")
     with pytest.raises(RefusedError, match="Measuring 50M, 10000 ranks, save .* needs .* GiB"):
         checkpoint.work(options)
-    assert not list((tmp_path / "out").rglob("*.json"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
@@ -92,7 +92,8 @@ def test_a_signal_ends_all_that_was_started(tmp_path: Path, number: int, code: i
     rest = program.communicate(timeout=60)[1]
     assert program.returncode == code
     await_end(started)
-    assert not marked_with("=".join(mark))
+    while late := marked_with("=".join(mark)):  # begun since, and about to notice
+        await_end(sorted(late))
     if number == signal.SIGINT:
         assert "Stopped; what was measured to its end is kept." in rest
         assert "Traceback" not in rest
