@@ -14,6 +14,7 @@
     a tensor that differs between ranks is anybody's   the same: "not alike", the lowest rank's always
     the loader's state is missing on further ranks     the same: "dp_rank_<r>"
     meshes of two dimensions, replicas                 test_a_tensor_in_any_layout_of_two_dimensions...
+    what is loaded has to be required, or the reverse  test_weights_alone_are_loaded_from_a_full_...
     an optimizer that keeps no tensors                 the same
     a dict that only one rank has something in         the same: "empty elsewhere"
     a view takes as much as what it is a view of       test_a_view_takes_what_it_shows...
@@ -64,7 +65,8 @@ def save_on_two(folder: Path) -> dict[int, Any]:
     run.manager.save(2)
     assert run.manager.save_future is not None
     spoil(run)
-    extra.values, run.progress.values = of_all_kinds(2), {"step": 3}
+    extra.values, run.progress.values = of_all_kinds(2), {"step": 2}
+    run.train(3, save=False)
     saved[3] = held(run)
     run.manager.save(3, last_step=True)
     run.manager.close()
@@ -98,12 +100,28 @@ def load_from_four(folder: Path) -> Any:
     return held(run)
 
 
+def load_model_of_two(folder: Path) -> Any:
+    """What a run that begins with the weights of a step has, and that did not load."""
+    path = str(folder / "two/checkpoint/step-2")
+    states = {"extra": of_all_kinds(4), "some": {}, "new": {"of this run": 1}}
+    runs = [
+        run_with(folder / "new", seed=5, settings={"initial_load_path": name}, **states)
+        for name in (path, None)
+    ]
+    assert [run.manager.load() for run in runs] == [True, False]
+    for run in runs:
+        run.manager.close()
+    return [held(run) for run in runs]
+
+
 def load_both(folder: Path) -> Any:
-    return load_from_two(folder / "two"), load_from_four(folder / "four")
+    found = load_from_two(folder / "two"), load_from_four(folder / "four")
+    return *found, load_model_of_two(folder)
 
 
 def load_one_save_other(folder: Path) -> Any:
-    return load_from_two(folder / "two"), save_on_four(folder / "four")
+    found = load_from_two(folder / "two"), save_on_four(folder / "four")
+    return *found, load_model_of_two(folder)
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +142,11 @@ def runs(folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {"saved on 2": on_ranks(2, save_on_two, folder / "two"), "logs": logs}
     on_four = on_ranks(4, load_one_save_other, folder)
-    found["2 on 4"], found["saved on 4"] = zip(*on_four, strict=True)
+    found["2 on 4"], found["saved on 4"], found["model on 4"] = zip(*on_four, strict=True)
     for num_ranks in (1, 2):
         both = on_ranks(num_ranks, load_both, folder)
-        found[f"2 on {num_ranks}"], found[f"4 on {num_ranks}"] = zip(*both, strict=True)
+        names = (f"2 on {num_ranks}", f"4 on {num_ranks}", f"model on {num_ranks}")
+        found |= dict(zip(names, zip(*both, strict=True), strict=True))
     return found
 
 
@@ -179,6 +198,19 @@ def test_a_tensor_in_any_layout_of_two_dimensions_comes_back_in_another(
         assert found["meshes"] == runs["saved on 4"][0]["meshes"]
         assert found["optimizer"] == {"groups.all.lr": 0.5, "groups.all.betas": (0.1, 0.2)}
         assert found["some"] == saved
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_weights_alone_are_loaded_from_a_full_checkpoint(
+    runs: dict[str, Any], num_ranks: int
+) -> None:
+    for found, fresh in runs[f"model on {num_ranks}"]:
+        weights = {key for key in found if key.startswith("model.")}
+        assert len(weights) == 7
+        assert {key: found[key] for key in weights} == {
+            key: runs["saved on 2"][0][2][key] for key in weights
+        }
+        assert without(found, *weights) == without(fresh, *weights)
 
 
 def test_a_view_takes_what_it_shows_however_it_is_saved(folder: Path, runs: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """States that torch_checkpointing, left to itself, would lose, mix up or write wrong."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,17 @@ def plain(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def run_with(folder: Path, seed: int = 1, width: int = 7, **states: Any) -> Run:
+def run_with(
+    folder: Path,
+    seed: int = 1,
+    width: int = 7,
+    settings: Mapping[str, Any] | None = None,
+    **states: Any,
+) -> Run:
     """A run on torch_checkpointing that has ``states`` beside its own."""
-    settings = {"keep_latest_k": 0, "last_save_model_only": False, **TC.settings}
-    run = build_run(folder, seed=seed, width=width, **settings)
+    usual = {"keep_latest_k": 0, "last_save_model_only": False}
+    merged = {**usual, **TC.settings, **(settings or {})}
+    run = build_run(folder, seed=seed, width=width, **merged)
     run.manager.states.update({key: Held(values) for key, values in states.items()})
     return run
 
