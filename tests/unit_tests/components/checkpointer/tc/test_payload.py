@@ -89,6 +89,7 @@ class Failing:
     [
         (Failing(), "the state odd cannot be saved: KeyError: 'row'"),
         ({"lock": threading.Lock()}, "the state odd cannot be saved: TypeError: cannot pickle"),
+        ({"function": lambda: 1}, "the state odd cannot be saved: .*lambda"),
         ({"a.b": 1, "a": {"b": 2}}, "the state odd cannot be saved: ValueError: .*one name"),
         ({("a", object()): 1}, "the state odd cannot be saved: TypeError: .*has the key"),
         ({"s": torch.zeros(2).to_sparse()}, "the state odd cannot be saved: TypeError: s is"),
@@ -116,5 +117,8 @@ def test_a_state_that_holds_sharded_tensors_is_of_every_rank_and_still_a_copy(
     found = payload(average={"weight": sharded, "names": names})
     names.append("later")
     assert found["average"]["weight"] is sharded and found["average"]["names"] == ["a"]
-    text = message_of(lambda: payload(average={"weight": sharded, "lock": threading.Lock()}))
-    assert "the state average cannot be saved" in text
+    # The one cannot be copied; the other can, and cannot be pickled.
+    for odd in (threading.Lock(), lambda: 1):
+        states = {"average": {"weight": sharded, "odd": odd}}
+        text = message_of(payload_of, states, None, ASKED)
+        assert "the state average cannot be saved" in text
