@@ -22,12 +22,21 @@ from tests.ranks.steering import (
     BEFORE_DATA,
     COMMIT,
     disk_full,
+    hang,
     Hold,
     POINTS,
     Steering,
 )
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
-from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
+from tests.unit_tests.components.checkpointer.ways import (
+    ASYNC,
+    DISABLED,
+    over,
+    PINNED,
+    TC,
+    TC_WAITING,
+    Way,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -126,6 +135,24 @@ def be_killed_while_a_save_is_in_flight(folder: Path, way: Way, at: str) -> None
     killer.join()
 
 
+def be_rank_1_and_die_while_a_save_is_in_flight(folder: Path, way: Way) -> None:
+    """The writer of rank 0 has nobody left that could tell it."""
+    steering = Steering(way)
+    run = build_run(folder, **steering.settings)
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    if dist.get_rank() == 1:
+        steering.set(BEFORE_DATA, hang)
+    run.train(2)
+    run.manager.maybe_wait_for_staging()
+    store: Any = _get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 asks for nothing more"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set("rank 0 asks for nothing more", "")
+    (folder / "told").write_text(message_of(run.manager.close))
+
+
 def resume(folder: Path, way: Way) -> Any:
     run = build_run(folder, seed=5, **way.settings)
     assert run.manager.load()
@@ -190,3 +217,14 @@ def test_a_run_killed_in_a_save_resumes_from_the_one_before_and_sweeps_the_rest(
         assert before == sorted(["step-1", "step-2", way.unfinished(3)])
     saved = ["step-1", "step-2", "step-3", "step-4"]
     assert names(tmp_path) == way.complete(tmp_path) == saved
+
+
+@over(PINNED, TC)
+def test_a_rank_that_is_killed_in_a_save_ends_the_wait_of_the_others(
+    tmp_path: Path, way: Way
+) -> None:
+    end_of_ranks(2, be_rank_1_and_die_while_a_save_is_in_flight, tmp_path, way, settle_seconds=20)
+    # Within the seconds that are left to a rank when another one has ended.
+    assert "step 2" in (tmp_path / "told").read_text()
+    if way is TC:
+        assert names(tmp_path) == ["step-1", "tmp_step-2"]

@@ -22,6 +22,7 @@ from torchtitan.components.checkpointer.pinned import serving
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import connect, Meeting
 from torchtitan.components.checkpointer.pinned.messages import Request
+from torchtitan.components.checkpointer.pinned.neighbour import Neighbour
 from torchtitan.components.checkpointer.pinned.snapshot import restore
 from torchtitan.components.checkpointer.tc.commit import StoreCommit
 from torchtitan.components.checkpointer.tc.events import adopt, BACKEND_LOGGER_NAME
@@ -67,6 +68,8 @@ class Joined(NamedTuple):
 
     store: dist.Store
     rank: RankInfo
+    neighbour: Neighbour | None = None
+    """None when there is one rank."""
 
 
 def join(meeting: Meeting) -> Joined:
@@ -77,13 +80,16 @@ def join(meeting: Meeting) -> Joined:
         role_rank=meeting.rank,
         role_world_size=meeting.world_size,
     )
-    return Joined(connect(meeting), rank)
+    store = connect(meeting)
+    return Joined(store, rank, Neighbour(meeting, store) if meeting.world_size > 1 else None)
 
 
 def save(request: Request, arena: Arena, joined: Joined, trainer_pid: int) -> None:
     """Carry out ``request``, together with the writer processes of the other ranks."""
     commit = StoreCommit(joined.rank, joined.store, request.attempt)
     try:
+        if joined.neighbour is not None:
+            joined.neighbour.begin(request.attempt)
         if request.failure is not None:
             raise request.failure
         job: Job = pickle.loads(request.job)
