@@ -243,6 +243,7 @@ def test_a_last_save_is_made_although_the_one_before_has_failed_which_is_told(
     run = run_in(tmp_path, last_save_model_only=False)
     writers.error = FULL
     run.train(1)
+    assert run.manager.save_future.exception(60) is FULL
     writers.error = None
     run.progress.values["step"] = 2
     assert "step 1" in message_of(run.manager.save, 2, True)

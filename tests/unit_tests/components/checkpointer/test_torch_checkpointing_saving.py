@@ -247,6 +247,27 @@ def test_everything_in_a_save_is_the_state_at_the_call(tmp_path: Path, writers: 
     again.manager.close()
 
 
+def test_every_save_tells_of_its_own_state_and_not_of_the_first_one(
+    tmp_path: Path, writers: Writers
+) -> None:
+    run = run_in(tmp_path)
+    for step in (1, 2, 3):
+        # A state that appears, and grows.
+        run.manager.states["plain"] = {"tensor": torch.full((step,), float(step))}
+        run.train(step)
+        if step == 2:
+            run.manager.states["late"] = {"tensor": torch.ones(1)}
+    run.manager.close()
+    for step in (1, 2, 3):
+        again = run_in(tmp_path, seed=step, load_only=True)
+        again.manager.states["plain"] = {"tensor": torch.zeros(step)}
+        if step == 3:
+            again.manager.states["late"] = {"tensor": torch.zeros(1)}
+        assert again.manager.load(step)
+        assert again.manager.states["plain"]["tensor"].tolist() == [float(step)] * step
+        again.manager.close()
+
+
 def test_what_an_earlier_save_left_under_the_name_is_no_part_of_this_one(
     tmp_path: Path, writers: Writers, caplog: pytest.LogCaptureFixture
 ) -> None:
