@@ -27,7 +27,8 @@ def lose_writers(folder: Path, way: Way) -> Any:
     """Rank 1's writer is killed in a save; later its disk is full once."""
     steering = Steering(way)
     run = build_run(folder, keep_latest_k=0, **steering.settings)
-    run.manager.states["ballast"] = torch.ones(2 * 2**20)
+    # Not the same on both, or rank 0 would stage it alone.
+    run.manager.states["ballast"] = torch.full((2 * 2**20,), float(dist.get_rank()))
     hold = Hold(folder, f"rank-{dist.get_rank()}").make()
     steering.set(BEFORE_DATA, hold.stop_here)
     run.train(1)
@@ -84,7 +85,8 @@ def run_out_of_memory(folder: Path, way: Way) -> Any:
     run = build_run(later, keep_latest_k=0, **way.settings)
     run.train(1)
     assert children() == [writer_pid(run)]
-    run.manager.states["ballast"] = torch.ones(2 * 2**20)
+    # Not the same on both, or rank 0 would stage it alone.
+    run.manager.states["ballast"] = torch.full((2 * 2**20,), float(dist.get_rank()))
     full = OSError(errno.ENOSPC, "No space left on device") if is_short else None
     with patch.object(os, "posix_fallocate", side_effect=full):
         run.train(3)
