@@ -268,14 +268,15 @@ def test_every_save_tells_of_its_own_state_and_not_of_the_first_one(
         again.manager.close()
 
 
+@pytest.mark.parametrize("keep_latest_k", [0, 2])
 def test_what_an_earlier_save_left_under_the_name_is_no_part_of_this_one(
-    tmp_path: Path, writers: Writers, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, writers: Writers, caplog: pytest.LogCaptureFixture, keep_latest_k: int
 ) -> None:
     folder = tmp_path / "checkpoint"
     for name in ("tmp_step-1", "step-1"):
         (folder / name).mkdir(parents=True)
         (folder / name / "optimizer_7.pt").touch()
-    run = run_in(tmp_path)
+    run = run_in(tmp_path, keep_latest_k=keep_latest_k)
     with caplog.at_level(logging.INFO):
         run.train(1)
     run.manager.close()

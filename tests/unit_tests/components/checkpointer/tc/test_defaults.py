@@ -1,5 +1,6 @@
 """What torch_checkpointing is asked for: by default, by a run, and by a run that only waits or only loads."""
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -101,7 +102,9 @@ def test_a_synchronous_config_is_the_same_but_for_the_way_to_save(use_barrier: b
     with (
         patch.object(CommitBarrierConfig, "create_barrier", side_effect=AssertionError),
         patch.object(OwnConfig, "build", side_effect=AssertionError),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("error")
         found = defaults.with_sync_save(given, use_barrier=use_barrier)
     assert type(found) is OwnConfig and found.extra == 3
     assert isinstance(found.save, SyncCheckpointSaverConfig)
