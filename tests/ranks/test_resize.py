@@ -21,11 +21,20 @@ def train(folder: str, name: str, way: Way, layout: Layout, last_step: int) -> T
     return run(config, crash_after=None if last_step == NUM_STEPS else last_step)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """The same on one rank, without an interruption."""
+    folder = str(tmp_path_factory.mktemp("whole"))
+    [trace] = run_on_ranks(1, train, folder, "whole", ASYNC, ONE, NUM_STEPS, init=False)
+    return trace
+
+
 @pytest.mark.ranks
 @over(ASYNC, TC_WAITING)
-def test_two_ranks_then_one_then_four_continue_one_run(tmp_path: Path, way: Way) -> None:
+def test_two_ranks_then_one_then_four_continue_one_run(
+    tmp_path: Path, way: Way, whole: Trace
+) -> None:
     folder = str(tmp_path)
-    [whole] = run_on_ranks(1, train, folder, "whole", way, ONE, NUM_STEPS, init=False)
     parts = [
         run_on_ranks(layout.num_ranks, train, folder, "resized", way, layout, last_step, init=False)
         for layout, last_step in STARTS

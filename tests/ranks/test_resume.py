@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.tiny_run import make_config, NUM_STEPS, run, Trace
-from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, TC, TC_WAITING, Way
 
 # The corpus is 20 rows and a step takes 4, so step 5 ends the first epoch exactly.
 STOPS = [2, 5, 11]
@@ -31,12 +31,16 @@ def part_of_a_run(folder: str, way: Way, until: int | None) -> Trace:
 
 
 def straight(folder: str) -> Trace:
-    return run(make_config(Path(folder), "straight"))
+    return run(make_config(Path(folder), "straight", load_only=True))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2])
-@over(DISABLED, ASYNC, TC_WAITING)
+@pytest.mark.parametrize(
+    "world_size,way",
+    # Of the other manager test_exactness.py has more.
+    [(1, DISABLED), (2, DISABLED), (1, ASYNC), (2, ASYNC), (1, TC_WAITING)],
+    ids=str,
+)
 def test_resuming_after_a_crash_gives_the_bits_of_the_uninterrupted_run(
     tmp_path: Path, world_size: int, way: Way
 ) -> None:
@@ -53,10 +57,17 @@ def test_resuming_after_a_crash_gives_the_bits_of_the_uninterrupted_run(
     assert per_rank[0][0][0].losses == per_rank[-1][0][0].losses
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
+    """The uninterrupted run on two ranks."""
+    return run_on_ranks(2, straight, str(tmp_path_factory.mktemp("whole")), init=False)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("ways", [[ASYNC] * 3, [TC, TC_WAITING, TC_WAITING]], ids=["dcp", "tc"])
-def test_three_processes_in_a_row_equal_one(tmp_path: Path, ways: list[Way]) -> None:
-    whole = run_on_ranks(2, straight, str(tmp_path), init=False)
+def test_three_processes_in_a_row_equal_one(
+    tmp_path: Path, ways: list[Way], whole: list[Trace]
+) -> None:
     thirds = [
         run_on_ranks(2, part_of_a_run, str(tmp_path), way, until, init=False)
         for way, until in zip(ways, (4, 8, None), strict=True)
