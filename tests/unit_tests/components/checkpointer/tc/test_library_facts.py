@@ -62,6 +62,19 @@ def test_the_version_is_the_one_that_was_read_and_the_one_that_is_pinned() -> No
     assert f"torch-checkpointing=={VERSION}" in pins
 
 
+def test_a_fact_that_has_changed_names_the_module_that_relied_on_it() -> None:
+    def refuses_no_more() -> None:
+        with pytest.raises(OSError):
+            pass
+
+    def is_another() -> None:
+        assert VERSION == "another"
+
+    for fact in (refuses_no_more, is_another):
+        with pytest.raises(AssertionError, match="look at torchtitan/.*/tc/writer.py before going"):
+            relied_on_by("tc/writer.py")(fact)()
+
+
 @relied_on_by("tc/library.py: Backend")
 def test_a_manager_has_the_attributes_that_ours_sets_and_no_others() -> None:
     writer = CheckpointWriterConfig(barrier_config=None, write_to_temp_dir=False)
