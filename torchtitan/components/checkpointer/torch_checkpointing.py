@@ -54,6 +54,7 @@ from torchtitan.components.checkpointer.tc.defaults import (
     for_this_run,
     item_specs as _item_specs,
     require_local,
+    why_not_to_another_process,
     with_sync_save as _with_sync_save,
 )
 from torchtitan.components.checkpointer.tc.events import (
@@ -155,7 +156,8 @@ class TorchCheckpointingManager(BaseCheckpointManager):
     def _with_stager(self, config: Any) -> BackendConfig:
         """``config`` with what carries out its kind of saving; said in one line."""
         if isinstance(config.save, AsyncCheckpointSaverConfig):
-            if (problem := means.no_shared_memory()) is None:
+            problem = means.no_shared_memory() or why_not_to_another_process(config.storage_config)
+            if problem is None:
                 staging = config.save.staging_config
                 self._stager = SharedMemoryStager(
                     StagingOptions(

@@ -33,7 +33,7 @@ from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
 from torchtitan.components.checkpointer.torch_checkpointing import TorchCheckpointingManager
 
 from tests.unit_tests.components.checkpointer.runs import build_run
-from tests.unit_tests.components.checkpointer.tc.stand_ins import Watched
+from tests.unit_tests.components.checkpointer.tc.stand_ins import KeptHere, Watched
 
 NAMES = {
     "DEFAULT_TORCH_CHECKPOINTING_BARRIER_TCPSTORE_PORT",
@@ -231,6 +231,15 @@ def test_how_saves_are_made_is_said_in_one_line(
         (line,) = said()
     assert line.startswith("Saves make training wait, because there is none, ")
     assert said(load_only=True) == []
+
+
+def test_a_storage_that_no_other_process_can_have_makes_training_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        build(tmp_path, storage_config=KeptHere()).close()
+    (line,) = [one.getMessage() for one in caplog.records if "Saves" in one.getMessage()]
+    assert "make training wait, because the storage KeptHere cannot be handed to a process" in line
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torchtitan.components.checkpointer.torch_checkpointing import TorchCheckpoi
 from torchtitan.components.checkpointer.waiting import WaitExpiredError
 
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
-from tests.unit_tests.components.checkpointer.tc.stand_ins import FullDisk, Writers
+from tests.unit_tests.components.checkpointer.tc.stand_ins import FullDisk, Vanishing, Writers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 FULL = OSError(28, "No space left on device")
@@ -234,6 +234,23 @@ def test_a_full_disk_fails_a_save_that_training_waits_for_and_the_next_goes_on(
     assert "Saving the checkpoint of step 1" in text and "No space left" in text
     assert "never counts as a checkpoint" in text
     assert names(tmp_path) == ["tmp_step-1"]
+    run.manager.close()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_a_checkpoint_that_is_not_there_in_the_end_is_no_success(
+    tmp_path: Path, waits: bool
+) -> None:
+    reason = "the test says so" if waits else None
+    with patch.object(means, "no_shared_memory", return_value=reason):
+        run = run_in(tmp_path, keywords={"storage_config": Vanishing()})
+
+    def save() -> None:
+        run.train(1)
+        run.manager.maybe_wait_for_saving()
+
+    text = message_of(save)
+    assert "Saving the checkpoint of step 1" in text and "was written and is not there" in text
     run.manager.close()
 
 

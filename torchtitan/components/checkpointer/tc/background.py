@@ -101,10 +101,13 @@ class Process(CheckpointProcess):
         self,
         args: CheckpointWriterArgs,
         init: tuple[Callable[..., None], tuple[Any, ...]] | None,
+        require_written: Callable[[str], None] = lambda path: None,
     ) -> None:
+        """``require_written`` raises if the checkpoint at a path cannot be seen from here."""
         # Not the library's own construction, which starts a process.
         self._args = args
         self._init = init
+        self._require_written = require_written
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writing")
 
     def write(
@@ -129,6 +132,7 @@ class Process(CheckpointProcess):
         )
         _logger.info("Writing", extra=tell(EventType.CHECKPOINT_THREAD_START, step=step))
         staged.deliver(job, path)
+        self._require_written(path)
         done = tell(
             EventType.CHECKPOINT_THREAD_END,
             step=step,

@@ -6,6 +6,7 @@ default_backend_config -> for_this_run -> library.on_this_rank -> Backend
 
 import math
 import os
+import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,6 +48,18 @@ def require_local(folder: str, initial_load_path: str | None) -> None:
                 f"checkpoint.{name} is {path}, and remote paths are not yet supported by torch_checkpointing "
                 f"here; set --checkpoint.{name} to a local path, or use --checkpoint.backend dcp."
             )
+
+
+def why_not_to_another_process(storage_config: StorageConfig | None) -> str | None:
+    """What keeps a writer process from using this storage, or None."""
+    kind = type(storage_config)
+    if kind.__module__ == "__main__":
+        return f"the storage {kind.__name__} is of the program that was started, which no other process has"
+    try:
+        pickle.dumps(storage_config)
+    except Exception as error:  # whatever its class raises
+        return f"the storage {kind.__name__} cannot be handed to a process that writes: {error}"
+    return None
 
 
 def item_specs() -> dict[str, ItemSpec]:

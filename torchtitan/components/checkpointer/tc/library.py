@@ -52,7 +52,7 @@ from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain
 from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
-from torchtitan.components.checkpointer.tc.writer import Writer
+from torchtitan.components.checkpointer.tc.writer import require_checkpoint, Writer
 from torchtitan.components.checkpointer.waiting import note_given_up, WaitExpiredError
 
 
@@ -111,7 +111,7 @@ class Backend(CheckpointManager):
             init = None if init_fn is None else (init_fn, config.subprocess_init_args)
             self._saver = Saver(
                 SharedMemory(config.stager),
-                Process(args, init),
+                Process(args, init, self._require_written),
                 self._metadata,
                 config.save.wait_timeout_secs or 600.0,
             )
@@ -120,6 +120,11 @@ class Backend(CheckpointManager):
             self._saver = SyncCheckpointSaver(writer, self._metadata)
         self._reader = WholeReader(rank_info, self._storage_config)
         self._loader = CheckpointLoader(self._reader, self._metadata)
+
+    def _require_written(self, path: str) -> None:
+        if self._rank == 0:
+            # Else a storage in memory would be that of the writer process, and all of it lost.
+            require_checkpoint(self._storage_config.create_storage(), path)
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
         """Take memory for ``checkpoint``, and start the writer process, while nothing is saved."""

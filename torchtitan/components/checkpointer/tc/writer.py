@@ -14,6 +14,7 @@ from typing import Any
 from torch_checkpointing.checkpoint_base import CheckpointWriteInfo
 from torch_checkpointing.checkpoint_layout import LayoutInfo
 from torch_checkpointing.checkpoint_writer import CheckpointWriter, CheckpointWriterArgs
+from torch_checkpointing.storage.base_storage import Storage
 
 from torchtitan.components.checkpointer.tc.commit import Commit, CommitBarrier, CommitBarrierConfig
 from torchtitan.components.checkpointer.tc.compact import compact
@@ -21,6 +22,19 @@ from torchtitan.components.checkpointer.tc.compact import compact
 
 def _anybody() -> None:
     """The check of a writer that nobody can outlive."""
+
+
+def require_checkpoint(storage: Storage, path: str) -> None:
+    """Check that ``storage`` has what was written at ``path``.
+
+    Raises:
+        FileNotFoundError: it has not.
+    """
+    if not storage.exists(Path(path)):
+        raise FileNotFoundError(
+            f"{path} was written and is not there; the storage must be one that this process and the one "
+            "that writes see alike, and nobody else may delete from it"
+        )
 
 
 class Writer(CheckpointWriter):
@@ -53,6 +67,9 @@ class Writer(CheckpointWriter):
         barrier.may_publish = self._may_publish
         try:
             super().write(path, checkpoint_info)
+            if self._args.rank_info.role_rank == 0:
+                # Of files that were taken away meanwhile the library renames none, and says nothing.
+                require_checkpoint(self._storage, path)
         except BaseException as error:
             commit.fail(error)
             raise

@@ -126,3 +126,24 @@ class _Writer:
     def end(self) -> None:
         self.is_usable = False
         self._writers.may_go_on.set()
+
+
+@dataclass
+class KeptHere(DurableStorageConfig):
+    """A storage that another process cannot be given."""
+
+    lock: Any = field(default_factory=threading.Lock)
+
+
+@dataclass
+class Vanishing(DurableStorageConfig):
+    """A storage whose checkpoints are taken away as soon as they have their name."""
+
+    def create_storage(self) -> DurableStorage:
+        return _VanishingStorage(self)
+
+
+class _VanishingStorage(DurableStorage):
+    def rename(self, src_path: Path, dst_path: Path, *others: Any, **named: Any) -> None:
+        super().rename(src_path, dst_path, *others, **named)
+        self.rmdir(dst_path)
