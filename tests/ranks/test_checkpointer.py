@@ -188,7 +188,7 @@ def test_every_bit_comes_back_on_any_number_of_ranks(
     )
 
 
-@over(ASYNC, TC)
+@over(ASYNC, TC_WAITING)
 def test_a_resumed_run_equals_the_one_that_was_never_stopped(tmp_path: Path, way: Way) -> None:
     run_on_ranks(2, save_steps, tmp_path / "stopped", way, 5, interval=2)
     resumed = run_on_ranks(2, resume_and_go_on, tmp_path / "stopped", way, 7)

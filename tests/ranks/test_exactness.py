@@ -99,7 +99,7 @@ CELLS = [
     Cell(layout=TP_2_NO_SP, accumulation=2, way=PINNED, stop=STOPS[1]),
     Cell(layout=TP_2_NO_SP, accumulation=2, way=TC_WAITING, stop=STOPS[0]),
     Cell(layout=FSDP_2, accumulation=1, way=TC_WAITING, stop=STOPS[2]),
-    Cell(layout=TP_2, accumulation=2, way=TC, stop=STOPS[0]),
+    Cell(layout=TP_2, accumulation=2, way=TC_WAITING, stop=STOPS[0]),
     Cell(layout=HSDP_4, accumulation=1, way=TC, stop=STOPS[1]),
     Cell(layout=FSDP_TP_4, accumulation=2, way=TC, stop=STOPS[3]),
 ]

@@ -26,7 +26,7 @@ def straight_and_resumed(folder: str, way: Way, stops: list[int]) -> list[list[T
 
 
 def part_of_a_run(folder: str, way: Way, until: int | None) -> Trace:
-    config = make_config(Path(folder), "thirds", interval=4, **way.settings)
+    config = make_config(Path(folder), "parts", interval=4, **way.settings)
     return run(config, crash_after=until)
 
 
@@ -64,17 +64,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ways", [[ASYNC] * 3, [TC, TC_WAITING, TC_WAITING]], ids=["dcp", "tc"])
-def test_three_processes_in_a_row_equal_one(
-    tmp_path: Path, ways: list[Way], whole: list[Trace]
+@pytest.mark.parametrize(
+    "starts",
+    [[(ASYNC, 4), (ASYNC, 8), (ASYNC, None)], [(TC, 4), (TC_WAITING, None)]],
+    ids=["dcp", "tc"],
+)
+def test_processes_in_a_row_equal_one(
+    tmp_path: Path, starts: list[tuple[Way, int | None]], whole: list[Trace]
 ) -> None:
-    thirds = [
+    by_start = [
         run_on_ranks(2, part_of_a_run, str(tmp_path), way, until, init=False)
-        for way, until in zip(ways, (4, 8, None), strict=True)
+        for way, until in starts
     ]
-    for rank in range(2):
-        parts = [third[rank] for third in thirds]
-        assert [part.resumed_from for part in parts] == [0, 4, 8]
+    for straight_run, *parts in zip(whole, *by_start, strict=True):
+        assert [part.resumed_from for part in parts] == [0, 4, 8][: len(starts)]
         joined = {step: loss for part in parts for step, loss in part.losses.items()}
-        assert joined == whole[rank].losses
-        assert parts[-1].state == whole[rank].state
+        assert joined == straight_run.losses
+        assert parts[-1].state == straight_run.state
