@@ -36,7 +36,7 @@ class Limits:
         self.size_bytes = sum(tensor.nbytes for tensor in tensors)
         self._path = folder / f"limit-{rank}"
 
-    def sample(self, barrier: Callable[[], None], *, cold: bool = False) -> dict[str, float]:
+    def sample(self, barrier: Callable[[], object], *, cold: bool = False) -> dict[str, float]:
         """Seconds of this rank by name; a file system without O_DIRECT has no ``direct``.
 
         The memory for it is taken for the length of the call only. With ``cold`` the read comes from the
@@ -59,7 +59,7 @@ class Limits:
         return seconds
 
     @torch.no_grad()
-    def _copy(self, barrier: Callable[[], None]) -> float:
+    def _copy(self, barrier: Callable[[], object]) -> float:
         targets = [torch.empty_like(tensor) for tensor in self._tensors]
 
         def copy() -> None:
@@ -87,7 +87,7 @@ class Limits:
         finally:
             os.close(file)
 
-    def _read(self, barrier: Callable[[], None], buffer: mmap.mmap, *, cold: bool) -> float:
+    def _read(self, barrier: Callable[[], object], buffer: mmap.mmap, *, cold: bool) -> float:
         if cold:
             drop_from_cache(self._path)
 
@@ -130,7 +130,7 @@ def _start_writing(file: int, start: int, size: int) -> None:
     ctypes.CDLL(None).sync_file_range(file, offset, length, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
-def _timed(barrier: Callable[[], None], action: Callable[[], None]) -> float:
+def _timed(barrier: Callable[[], object], action: Callable[[], None]) -> float:
     barrier()
     started = time.perf_counter()
     action()

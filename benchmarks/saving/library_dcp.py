@@ -5,7 +5,7 @@ Loading fills the live tensors in place; that is all of the state that has a siz
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,7 +30,9 @@ class DcpLibrary:
         """``how`` is save, thread or process."""
         self._run, self._folder, self._how = run, folder, how
         # Its collectives come from a thread: on the group of the training they would meet those.
-        self._group = None if how == "save" else dist.new_group(backend="gloo")
+        # A cast, because new_group answers with a number on ranks that are not members.
+        made = None if how == "save" else dist.new_group(backend="gloo")
+        self._group = cast("dist.ProcessGroup | None", made)
         self._stager = DefaultStager(_ON_CPU) if how == "process" else None
         self._staging: Future[Any] | None = None
         self._saving: Future[Any] | None = None

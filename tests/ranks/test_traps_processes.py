@@ -69,7 +69,6 @@ def as_one_of_two_jobs(folder: Path) -> Any:
     if (job, rank) == (0, 1):
         steering.set(BEFORE_DATA, hold.stop_here)
     run.train(1)
-    steering.stop()
     if job == 1:
         run.train(3)
         run.manager.maybe_wait_for_saving()
@@ -79,6 +78,7 @@ def as_one_of_two_jobs(folder: Path) -> Any:
             (folder / "of job 0").write_text(json.dumps(names(folder / "job-0")))
             hold.let_go()
     run.manager.maybe_wait_for_saving()
+    steering.stop()
     stager = stager_of(run.manager)
     assert stager is not None and stager.meeting is not None
     meeting = stager.meeting

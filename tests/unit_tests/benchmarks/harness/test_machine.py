@@ -85,15 +85,19 @@ def test_the_limits_are_measured_on_all_bytes_and_leave_no_file(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-GRANDCHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+GRANDCHILD = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'])"
+)
 
 
 def test_the_use_of_a_process_counts_all_below_it() -> None:
     alone = usage.read()
-    child = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdin=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", GRANDCHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
-        while len(list(usage.tree(os.getpid()))) < 3:
-            pass
+        assert child.stdout is not None
+        child.stdout.readline()  # Both are up, with all that they open.
         together = usage.read()
     finally:
         child.communicate()
