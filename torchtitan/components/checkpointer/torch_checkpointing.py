@@ -175,7 +175,9 @@ class TorchCheckpointingManager(BaseCheckpointManager):
                 config = _with_sync_save(config)
                 way = f"make training wait, because {problem}"
             if _speaks():
-                logger.info(f"Saves {way}, without direct I/O, through torch_checkpointing.")
+                is_direct = getattr(config.storage_config, "use_direct_io", False)
+                io = f"{'with' if is_direct else 'without'} direct I/O"
+                logger.info(f"Saves {way}, {io}, through torch_checkpointing.")
         return on_this_rank(config, group=self.pg, stager=self._stager)
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:

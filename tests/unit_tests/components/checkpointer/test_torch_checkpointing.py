@@ -230,6 +230,8 @@ def test_how_saves_are_made_is_said_in_one_line(
     with patch.object(means, "no_shared_memory", return_value="there is none"):
         (line,) = said()
     assert line.startswith("Saves make training wait, because there is none, ")
+    (line,) = said(storage_config=LocalFileSystemStorageConfig(use_direct_io=True))
+    assert line.endswith("a process writes them, with direct I/O, through torch_checkpointing.")
     assert said(load_only=True) == []
 
 
