@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from torchtitan.distributed.failure import is_echo
+
 from benchmarks.harness.rank import Call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,7 @@ _SETTLE_SECONDS = 3.0
 
 
 class RanksFailedError(RuntimeError):
-    """A rank did not return; the message is the story of the first that failed."""
+    """A rank did not return; the message is the story of the first that failed by itself."""
 
 
 def run(
@@ -133,20 +135,24 @@ class _Rank:
 def _await_all(
     ranks: list[_Rank], timeout_seconds: float, tell: Callable[[str], None]
 ) -> list[Any]:
-    deadline, first_failed = time.monotonic() + timeout_seconds, None
+    deadline, failed = time.monotonic() + timeout_seconds, list[_Rank]()
     while pending := [rank for rank in ranks if rank.reply is None]:
         by_pipe: dict[Connection, _Rank] = {rank.pipe: rank for rank in pending}
         ready = wait(list(by_pipe), max(0.0, deadline - time.monotonic()))
         for pipe in ready:
             rank = by_pipe[pipe]  # pyrefly: ignore[bad-index]  (wait returns what it was given)
             rank.receive(tell)
-            if first_failed is None and rank.reply is not None and rank.reply[0] == "raised":
-                first_failed = rank
+            if rank.reply is not None and rank.reply[0] == "raised":
+                failed.append(rank)
                 deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
         if not ready and time.monotonic() >= deadline:
             break
-    if first_failed is not None and first_failed.reply is not None:
-        raise RanksFailedError(first_failed.story(first_failed.reply[1]))
+    if failed:
+        # Who only lost its connection to a rank that died may have been heard before that one.
+        stories = [(rank, rank.reply[1]) for rank in failed if rank.reply is not None]
+        causes = [one for one in stories if not is_echo(RuntimeError(one[1]))]
+        cause, how = (causes or stories)[0]
+        raise RanksFailedError(cause.story(how))
     if late := [rank for rank in ranks if rank.reply is None]:
         for rank in late:
             rank.show_stacks()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,35 @@ def test_a_death_is_told_and_nothing_lives_on(tmp_path: Path) -> None:
         ranks.run(2, call, log_folder=tmp_path, timeout_seconds=200)
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}/cmdline").exists() or is_zombie(pid)
+
+
+class Told:
+    """Stands for a rank of which one message comes."""
+
+    reply: Any = None
+
+    def __init__(self, rank: int, story: str, then: "Told | None" = None) -> None:
+        self.rank, self._story, self._then = rank, story, then
+        self.pipe, self._theirs = Pipe()
+
+    def speak(self) -> None:
+        self._theirs.send(self._story)
+
+    def receive(self, tell: Tell) -> None:
+        self.reply = "raised", self.pipe.recv()
+        if self._then is not None:
+            self._then.speak()
+
+    def story(self, how: str) -> str:
+        return f"rank {self.rank}: {how}"
+
+
+def test_a_death_is_told_also_when_a_peer_has_felt_it_first() -> None:
+    dead = Told(1, "it ended without a word")
+    peer = Told(0, "RuntimeError: Connection reset by peer", then=dead)
+    peer.speak()
+    with pytest.raises(RanksFailedError, match="rank 1: it ended without a word"):
+        ranks._await_all([peer, dead], 60.0, lambda text: None)  # type: ignore[list-item]: stand-ins
 
 
 def test_an_error_is_told_with_its_traceback(tmp_path: Path) -> None:
