@@ -4,6 +4,7 @@ Runs before any test module imports torch, which reads the number of threads onc
 """
 
 import os
+from typing import Any
 
 from hypothesis import settings
 
@@ -24,3 +25,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A failure seen once has to be seen again, and a loaded machine is no failure.
 settings.register_profile("steady", derandomize=True, deadline=None)
 settings.load_profile("steady")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tell what a test failed with that passed when it was tried again (run_tests.sh in CI)."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"{report.nodeid} failed at first with")
+        terminalreporter.line(report.longreprtext)
