@@ -8,6 +8,7 @@ holds the changed name: on Linux the name of a file becomes durable with its dir
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -182,3 +183,35 @@ def tree_size_bytes(path: str) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def file_sizes(path: str, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of each of the files ``names`` below the directory ``path``; without those not there.
+
+    Raises OSError when that cannot be told.
+    """
+    sizes: dict[str, int] = {}
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        # One listing: a question for each of thousands of files takes minutes.
+        start = f"{inner.rstrip('/')}/"
+        below = fs.find(inner, detail=True).items() if fs.exists(inner) else ()
+        listed = {str(name).removeprefix(start): entry["size"] for name, entry in below}
+        return {name: int(listed[name]) for name in names if listed.get(name) is not None}
+    for name in names:
+        try:
+            found = os.stat(os.path.join(path, name))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if stat.S_ISREG(found.st_mode):
+            sizes[name] = found.st_size
+    return sizes
+
+
+def read_bytes(path: str) -> bytes:
+    """All of the file ``path``; raises ``FileNotFoundError`` when it is not there."""
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        return fs.cat_file(inner)
+    with open(path, "rb") as file:
+        return file.read()

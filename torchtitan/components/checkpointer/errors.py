@@ -4,6 +4,7 @@
       CheckpointNotFoundError        nothing there to load (also a FileNotFoundError)
       CheckpointMismatchError        it holds another model or other state (also a ValueError)
       CheckpointReadError            it is there and cannot be read
+        CheckpointDamagedError       it is there and is not what was saved
       CheckpointSaveError            a save failed; names step and path
         CheckpointSaveTimeoutError   it took too long and may still be running
 
@@ -29,6 +30,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 class CheckpointReadError(CheckpointError):
     """A checkpoint that should be complete could not be read."""
+
+
+class CheckpointDamagedError(CheckpointReadError):
+    """A checkpoint, or a file of it, is not what was saved; an older one may do."""
 
 
 class CheckpointSaveError(CheckpointError):

@@ -6,6 +6,7 @@ from memory and another backend from its own storage.
 """
 
 import os
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from torchtitan.tools import filesystem
@@ -33,7 +34,7 @@ class CheckpointStorage(Protocol):
 
 
 class MovingStorage(CheckpointStorage, Protocol):
-    """A storage that can also rename directories, and measure them and files."""
+    """A storage that can also rename directories, measure them and files, and read small files."""
 
     def move(self, source: str, target: str) -> None:
         """Rename the directory ``source`` to ``target``, whose parent is created."""
@@ -41,6 +42,14 @@ class MovingStorage(CheckpointStorage, Protocol):
 
     def size_bytes(self, path: str) -> int:
         """Bytes of the file ``path``, or of all files below that directory."""
+        ...
+
+    def file_sizes(self, path: str, names: Iterable[str]) -> dict[str, int]:
+        """Bytes of each of the files ``names`` below the directory ``path``; without those not there."""
+        ...
+
+    def read_bytes(self, path: str) -> bytes:
+        """All of the file ``path``. Raises FileNotFoundError when it is not there."""
         ...
 
 
@@ -86,3 +95,9 @@ class FilesystemStorage:
 
     def size_bytes(self, path: str) -> int:
         return filesystem.tree_size_bytes(path)
+
+    def file_sizes(self, path: str, names: Iterable[str]) -> dict[str, int]:
+        return filesystem.file_sizes(path, names)
+
+    def read_bytes(self, path: str) -> bytes:
+        return filesystem.read_bytes(path)

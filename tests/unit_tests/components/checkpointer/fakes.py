@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Iterable
 from typing import Any
 
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
@@ -52,6 +53,16 @@ class MemoryStorage:
 
     def size_bytes(self, path: str) -> int:
         return sum(len(content or b"") for content in self._below(path).values())
+
+    def file_sizes(self, path: str, names: Iterable[str]) -> dict[str, int]:
+        found = {name: self.entries.get(f"{path}/{name}") for name in names}
+        return {name: len(content) for name, content in found.items() if content is not None}
+
+    def read_bytes(self, path: str) -> bytes:
+        content = self.entries.get(path)
+        if content is None:
+            raise FileNotFoundError(path)
+        return content
 
     def _below(self, path: str) -> dict[str, bytes | None]:
         return {

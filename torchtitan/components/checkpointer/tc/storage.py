@@ -10,6 +10,7 @@ page cache and syncs: a file when it is closed, a directory before and after it 
 
 import io
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -147,3 +148,15 @@ class BackendCheckpointStorage:
         if not self.isdir(path):
             return self._storage.getsize(Path(path))
         return sum(self.size_bytes(f"{path}/{name}") for name in self.listdir(path))
+
+    def file_sizes(self, path: str, names: Iterable[str]) -> dict[str, int]:
+        sizes = {}
+        for name in names:
+            try:
+                sizes[name] = self._storage.getsize(Path(path, name))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+        return sizes
+
+    def read_bytes(self, path: str) -> bytes:
+        return self._storage.read(Path(path))

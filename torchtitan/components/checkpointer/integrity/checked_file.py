@@ -1,0 +1,162 @@
+"""A file of a checkpoint, each byte of which is checked before anybody gets it.
+
+Whole blocks are read straight into the buffer of whoever reads and hashed there, before the call
+returns. Of a block that is asked for in part, all is read and checked, and kept for a while: the
+next read goes on in it. So reading a file in order checks each block once.
+
+    Verification.checked -> CheckedFile -> DCP, torch_checkpointing, torch.load
+"""
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import Buffer
+from xxhash import xxh3_64
+
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError
+from torchtitan.components.checkpointer.integrity.digests import (
+    BLOCK_BYTES,
+    FileDigest,
+    flat,
+    PIECE_BYTES,
+)
+
+# An archive is read at its end and at its start by turns, often with another one before and behind.
+_KEPT_BLOCKS = 4
+
+
+class CheckedFile(io.RawIOBase):
+    """Reads ``raw``, a binary file that can seek, and closes it.
+
+    It has no file descriptor, so that nobody reads past the check.
+    """
+
+    def __init__(
+        self,
+        raw: Any,
+        name: str,
+        digest: FileDigest,
+        on_checked: Callable[[int], None] | None = None,
+    ) -> None:
+        """``name`` is for messages; ``on_checked`` hears how many bytes were found good.
+
+        Raises:
+            CheckpointDamagedError: the file has another size; ``raw`` is closed then.
+        """
+        super().__init__()
+        self.name = name
+        self._raw = raw
+        self._digest = digest
+        self._on_checked = on_checked
+        self._position = 0
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
+        size = raw.seek(0, io.SEEK_END)
+        if size != digest.size_bytes:
+            self.close()
+            raise CheckpointDamagedError(
+                f"{name} is damaged: expected {digest.size_bytes} bytes, found {size}."
+            )
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._require_open()
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._require_open()
+        origins = {
+            io.SEEK_SET: 0,
+            io.SEEK_CUR: self._position,
+            io.SEEK_END: self._digest.size_bytes,
+        }
+        if whence not in origins or origins[whence] + offset < 0:
+            raise ValueError(f"cannot seek to {offset} (whence {whence}) in {self.name}")
+        self._position = origins[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Fill ``buffer``, as far as the file goes.
+
+        Raises:
+            CheckpointDamagedError: a block of it is not what was saved.
+        """
+        self._require_open()
+        view = flat(buffer)[: max(self._digest.size_bytes - self._position, 0)]
+        done = 0
+        while done < len(view):
+            index = self._position // BLOCK_BYTES
+            start, end = self._digest.block_range(index)
+            count = min(end - self._position, len(view) - done)
+            target = view[done : done + count]
+            if count == end - start and index not in self._kept:
+                self._read_block(index, target)
+            else:
+                offset = self._position - start
+                target[:] = self._block(index)[offset : offset + count]
+            done += count
+            self._position += count
+        return done
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._require_open()
+        left = max(self._digest.size_bytes - self._position, 0)
+        content = bytearray(left if size is None or size < 0 else min(size, left))
+        self.readinto(content)
+        return bytes(content)
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._kept.clear()
+            self._raw.close()
+        super().close()
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.name} is closed")
+
+    def _block(self, index: int) -> memoryview:
+        """A block that is kept, checked."""
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index]
+        start, end = self._digest.block_range(index)
+        if len(self._kept) >= _KEPT_BLOCKS:
+            self._kept.popitem(last=False)
+        content = memoryview(bytearray(end - start))
+        self._read_block(index, content)
+        self._kept[index] = content
+        return content
+
+    def _read_block(self, index: int, target: memoryview) -> None:
+        start, end = self._digest.block_range(index)
+        self._raw.seek(start)
+        found = xxh3_64()
+        done = 0
+        while done < len(target):
+            count = self._raw.readinto(target[done : done + PIECE_BYTES])
+            if not count:
+                raise CheckpointDamagedError(
+                    f"{self.name} is damaged: expected {self._digest.size_bytes} bytes, it ends "
+                    f"after {start + done}."
+                )
+            # While it is in the cache of the processor.
+            found.update(target[done : done + count])
+            done += count
+        expected = self._digest.block_digest(index)
+        if found.hexdigest() != expected:
+            raise CheckpointDamagedError(
+                f"{self.name} is damaged: bytes {start}..{end - 1}: expected xxh3 {expected}, found "
+                f"{found.hexdigest()}."
+            )
+        if self._on_checked is not None:
+            self._on_checked(len(target))

@@ -1,0 +1,194 @@
+"""Digests of a file, taken while its bytes pass by on their way to the disk.
+
+A file has one digest as a whole, which ``xxhsum -H3`` prints too, and one for each block of 4 MiB, so
+that whoever reads a part checks a part. The bytes are hashed piece by piece, while they are in the
+cache of the processor; nothing is copied and nothing read a second time.
+
+    whoever writes -> HashingStream -> Hasher -> FileDigest -> manifest.py
+"""
+
+import io
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Buffer
+from xxhash import xxh3_64
+
+BLOCK_BYTES = 4 * 2**20
+"""What is read and checked at once. A part of the format: digests are of these blocks."""
+
+# Both digests take each piece, so it has to stay in the second level cache in between.
+PIECE_BYTES = 512 * 2**10
+
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a file held when it was written."""
+
+    size_bytes: int
+
+    xxh3_64: str
+    """Of the whole file: 16 hexadecimal digits."""
+
+    blocks: str
+    """Of each block, 16 digits each, without a gap; "" for a file of at most one block, of which
+    ``xxh3_64`` says it."""
+
+    def __post_init__(self) -> None:
+        expected = _DIGITS * self.num_blocks if self.num_blocks > 1 else 0
+        if self.size_bytes < 0 or len(self.xxh3_64) != _DIGITS or len(self.blocks) != expected:
+            raise ValueError(f"not a digest of {self.size_bytes} bytes: {self.xxh3_64} {self.blocks}")
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the file has; the last one may be shorter."""
+        return -(-self.size_bytes // BLOCK_BYTES)
+
+    def block_range(self, index: int) -> tuple[int, int]:
+        """Where block ``index`` begins and ends."""
+        start = index * BLOCK_BYTES
+        return start, min(start + BLOCK_BYTES, self.size_bytes)
+
+    def block_digest(self, index: int) -> str:
+        """The digest of block ``index``."""
+        if not self.blocks:
+            return self.xxh3_64
+        return self.blocks[index * _DIGITS : (index + 1) * _DIGITS]
+
+
+class Hasher:
+    """Takes the bytes of a file in order and tells its digest."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._whole = xxh3_64()
+        self._blocks: list[str] = []
+        # None during the first block, whose digest is the one of the whole file so far.
+        self._block: xxh3_64 | None = None
+
+    def update(self, buffer: Buffer) -> None:
+        """Go on with ``buffer``, which may be anything contiguous."""
+        view = flat(buffer)
+        start = 0
+        while start < len(view):
+            room = BLOCK_BYTES - self.size_bytes % BLOCK_BYTES
+            piece = view[start : start + min(PIECE_BYTES, room)]
+            if self.size_bytes and room == BLOCK_BYTES:
+                self._begin_block()
+            self._whole.update(piece)
+            if self._block is not None:
+                self._block.update(piece)
+            start += len(piece)
+            self.size_bytes += len(piece)
+
+    def digest(self) -> FileDigest:
+        """Of all bytes so far; more may follow."""
+        blocks = ""
+        if self._block is not None:
+            blocks = "".join(self._blocks) + self._block.hexdigest()
+        return FileDigest(self.size_bytes, self._whole.hexdigest(), blocks)
+
+    def _begin_block(self) -> None:
+        # Only when more bytes come: a file that ends with its block has no empty one after it.
+        self._blocks.append((self._block or self._whole).hexdigest())
+        if self._block is None:
+            self._block = xxh3_64()
+        else:
+            self._block.reset()
+
+
+def flat(buffer: Buffer) -> memoryview:
+    """The bytes of ``buffer`` in order, without a copy."""
+    view = memoryview(buffer)
+    # One with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def digest_of(content: Buffer) -> FileDigest:
+    """The digest of a file that holds ``content``."""
+    hasher = Hasher()
+    hasher.update(content)
+    return hasher.digest()
+
+
+class HashingStream(io.IOBase):
+    """Passes on what is written to ``stream``, and knows its digest.
+
+    ``with HashingStream(stream)`` enters and leaves ``stream``, which may sync or commit there.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._hasher = Hasher()
+
+    def digest(self) -> FileDigest:
+        """Of all that was written so far; may be asked after closing, too."""
+        return self._hasher.digest()
+
+    def write(self, buffer: Buffer, /) -> int:
+        """Write all of ``buffer``, whatever the stream takes at once."""
+        view = flat(buffer)
+        start = 0
+        while start < len(view):
+            # In pieces: the stream copies what the hash has just brought into the cache.
+            piece = view[start : start + PIECE_BYTES]
+            taken = self._stream.write(piece)
+            # Not every stream says how much it took; those that do not, took it all.
+            taken = len(piece) if taken is None else taken
+            if not 0 < taken <= len(piece):
+                raise OSError(f"a write of {len(piece)} bytes took {taken}")
+            self._hasher.update(piece[:taken])
+            start += taken
+        return len(view)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._hasher.size_bytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Refused unless it stays where it is: what is written over was hashed already."""
+        here = self.tell()
+        if (offset if whence == io.SEEK_SET else here + offset) != here:
+            raise io.UnsupportedOperation("a file is hashed while it is written from start to end")
+        return here
+
+    def truncate(self, size: int | None = None, /) -> int:
+        raise io.UnsupportedOperation("a file is hashed while it is written from start to end")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+    @property
+    def closed(self) -> bool:
+        return bool(getattr(self._stream, "closed", False))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> "HashingStream":
+        # Some streams open their file here, and some hand out another object.
+        self._stream = self._stream.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        self._stream.__exit__(exc_type, exc_val, exc_tb)
+
+    def __del__(self) -> None:
+        # IOBase would close the stream, which belongs to whoever opened it.
+        pass
