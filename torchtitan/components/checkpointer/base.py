@@ -10,26 +10,21 @@ certain backend overrides the hooks with an underscore, never the public methods
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-import torch.distributed
-
-from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
-from torchtitan.components.checkpointer.formats import Format, other_finders
-from torchtitan.components.checkpointer.history import supersede, supersede_newer
+from torchtitan.components.checkpointer.housekeeping import Housekeeping
+from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.rank_state import RankState
-from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
+from torchtitan.components.checkpointer.retention import purge_thread
 from torchtitan.components.checkpointer.schedule import SaveSchedule
 from torchtitan.components.checkpointer.settings import CheckpointSettings, violations
-from torchtitan.components.checkpointer.source import find_start, Request, Start
+from torchtitan.components.checkpointer.starting import Starting
 from torchtitan.components.checkpointer.state import (
     DATALOADER,
     LR_SCHEDULER,
@@ -40,7 +35,7 @@ from torchtitan.components.checkpointer.state import (
     TRAIN_STATE,
 )
 from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
-from torchtitan.components.checkpointer.waiting import explanation, within
+from torchtitan.components.checkpointer.waiting import within
 from torchtitan.config import Configurable, TORCH_DTYPE_MAP
 from torchtitan.config.violations import is_collecting, reject
 from torchtitan.observability import structured_logger as sl
@@ -63,7 +58,7 @@ __all__ = [
 _FIRST_STEP_IGNORED = "checkpoint.load_only is True; enable_first_step_checkpoint will be ignored."
 
 
-class BaseCheckpointManager(Configurable, ABC):
+class BaseCheckpointManager(Starting, Housekeeping, Configurable):
     """Saves and loads the state of a run; see the hooks for what a backend supplies."""
 
     @dataclass(kw_only=True, slots=True)
@@ -82,21 +77,12 @@ class BaseCheckpointManager(Configurable, ABC):
                     "initial_load_model_only=True has no effect without an initial_load_path."
                 )
 
-    FORMAT: ClassVar[Format | None] = None
-    """How its checkpoints are told from those of other back ends; see formats.py."""
-
     enable: bool
-    folder: str
-    keep_latest_k: int
     save_future: "Future[Any] | None"
-    _storage: MovingStorage
-    timeout_seconds: float = 600
     blocked_seconds: float = 0.0
     """What saving has cost the training thread so far: the saves themselves and the waits for them."""
 
     _is_counting: bool = False
-    # Queued for deletion: a directory that is half gone must not be taken for a save that died.
-    _expiring: frozenset[str] = frozenset()
 
     def __init__(
         self, config: Config, *, storage: MovingStorage, base_folder: str, sd_adapter: Any
@@ -124,6 +110,7 @@ class BaseCheckpointManager(Configurable, ABC):
         self.exclude_from_loading = config.exclude_from_loading
         self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
         self.load_only = config.load_only
+        self.verify, self.on_damaged = config.verify, config.on_damaged
         self.timeout_seconds = config.timeout_seconds
         self.sd_adapter = sd_adapter
         if self.load_only and self.enable_first_step_checkpoint:
@@ -135,10 +122,7 @@ class BaseCheckpointManager(Configurable, ABC):
         self.purge_queue: queue.Queue[str | None] = queue.Queue()
         self.purge_thread: threading.Thread | None = None
         if self.keep_latest_k > 0 and not self.load_only:
-            self.purge_thread = threading.Thread(
-                target=purge_thread, args=(self.purge_queue, self._storage.remove), daemon=True
-            )
-            self.purge_thread.start()
+            self._start_purging()
 
     def __del__(self) -> None:
         try:
@@ -146,6 +130,11 @@ class BaseCheckpointManager(Configurable, ABC):
         except Exception as error:
             # Whoever needed this error should have called close().
             logger.warning(f"Closing an abandoned checkpoint manager failed: {error}")
+
+    def describe_run(self, run: RunDescription) -> None:
+        """Take note of the settings and the layout of the run, which go into each of its checkpoints."""
+        if self.enable:
+            self._run = run
 
     def load(self, step: int = -1) -> bool:
         """Restore the checkpoint of ``step``, or for -1 whatever the run should begin from.
@@ -244,18 +233,6 @@ class BaseCheckpointManager(Configurable, ABC):
     @abstractmethod
     def _close(self) -> None: ...
 
-    @abstractmethod
-    def _parse_step(self, filename: str) -> tuple[int, bool] | None:
-        """The step that a directory name stands for and whether it is a staging name."""
-
-    @abstractmethod
-    def _is_valid_checkpoint(self, checkpoint_id: str) -> bool:
-        """Whether the completion marker of this backend is in the directory."""
-
-    def _kind_of(self, checkpoint_id: str) -> Kind:
-        """What a complete checkpoint holds; a backend that can tell overrides this."""
-        return Kind.FULL
-
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         schedule = SaveSchedule(
             interval=self.interval,
@@ -263,132 +240,3 @@ class BaseCheckpointManager(Configurable, ABC):
             load_only=self.load_only,
         )
         return schedule.is_due(curr_step, last_step=last_step)
-
-    def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
-        return filesystem.join(folder or self.folder, discovery.step_name(step))
-
-    def _finder(self) -> Finder:
-        return Finder(
-            storage=self._storage,
-            parse=self._parse_step,
-            is_complete=self._is_valid_checkpoint,
-            kind_of=self._kind_of,
-            backend=self.FORMAT.backend if self.FORMAT else type(self).__name__,
-            others=other_finders(self.FORMAT, self._storage, self._full_keys()),
-        )
-
-    def _full_keys(self) -> frozenset[str]:
-        """The state keys of which a full checkpoint holds some, and one of weights none."""
-        states = getattr(self, "states", {})
-        return frozenset(key for key, it in states.items() if key != MODEL and it is not None)
-
-    def _own_folder(self) -> OwnFolder:
-        return self._finder().look_into(self.folder)
-
-    def _find_load_step(self, folder: str = "") -> int:
-        """The newest complete step of this back end in ``folder`` (default: the own one), or -1."""
-        return max(self._finder().look_into(folder or self.folder).own_steps(), default=-1)
-
-    def _choose_start(self, step: int) -> Start:
-        """What to load, and the line to log about it; the same on all ranks."""
-        request = Request(
-            load_step=step,
-            initial_load_path=self.initial_load_path,
-            initial_load_model_only=self.initial_load_model_only,
-            initial_load_in_hf=self.initial_load_in_hf,
-            initial_load_in_hf_quantized=self.initial_load_in_hf_quantized,
-            hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
-        )
-
-        start = rank_zero_decides(lambda: find_start(request, self._own_folder(), self._finder()))
-        # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
-        # everything but the step: whatever is beyond then belongs to another history.
-        counts_on = TRAIN_STATE not in self.exclude_from_loading
-        source = start.source
-        self._loaded_step = source.step or 0 if source is not None and counts_on else 0
-        self._history_settled = False
-        return start
-
-    def _make_ready(
-        self,
-        checkpoint_id: str,
-        group: "torch.distributed.ProcessGroup | None",
-        *,
-        with_retention: bool,
-    ) -> None:
-        """Get the folder ready for a save: rank 0 acts, and an error there is one on all ranks.
-
-        Call it while no save is in flight. Histories are settled first: retention must not count
-        the checkpoints of a future that this run has left.
-        """
-
-        def act() -> list[str]:
-            moved = self._leave_other_history()
-            if with_retention:
-                self._purge_stale_checkpoints(is_save_in_flight=False)
-            self._clear_staging(checkpoint_id)
-            if self._storage.isdir(checkpoint_id):
-                if self._finder().is_complete_for_any(checkpoint_id):
-                    moved.append(supersede(self._storage, self.folder, checkpoint_id))
-                else:
-                    self._remove_abandoned(checkpoint_id)
-            return moved
-
-        for path in rank_zero_decides(act, group):
-            logger.warning(
-                f"Moved a checkpoint that this run does not build on to {path}. Nothing deletes "
-                "it there; move it back to use it again."
-            )
-        self._history_settled = True
-
-    def _clear_staging(self, checkpoint_id: str) -> None:
-        """Remove what an earlier save left where this one is staged; nothing for one written in place."""
-
-    def _leave_other_history(self) -> list[str]:
-        if self._history_settled or self._loaded_step is None:
-            return []
-        steps = self._finder().complete_steps(self.folder)
-        return supersede_newer(self._storage, self.folder, steps, than=self._loaded_step)
-
-    def _should_purge(self) -> bool:
-        return (
-            self.keep_latest_k > 0
-            and torch.distributed.get_rank() == 0
-            and self._storage.isdir(self.folder)
-        )
-
-    def _purge_stale_checkpoints(self, *, is_save_in_flight: bool = True) -> None:
-        """Queue expired checkpoints for deletion, and delete at once what died; rank 0 only."""
-        if not self._should_purge():
-            return
-        found = discovery.find_steps(self._storage, self.folder, parse=self._parse_step)
-        purge = plan_purge(
-            [entry for entry in found if entry[1] not in self._expiring],
-            self.keep_latest_k,
-            is_save_in_flight=is_save_in_flight,
-            is_complete=self._finder().is_complete_for_any,
-        )
-        for path in purge.abandoned:
-            self._remove_abandoned(path)
-        self._expiring |= frozenset(purge.expired)
-        for path in purge.expired:
-            self.purge_queue.put(path)
-
-    def _remove_abandoned(self, path: str) -> None:
-        try:
-            self._storage.remove(path)
-            logger.info(f"Deleted {path}, left behind by a save that did not finish.")
-        except Exception as error:
-            logger.warning(f"Could not delete the unfinished checkpoint {path}: {error}.")
-
-    def _stop_purging(self) -> None:
-        """Delete what is queued, then end the thread; give up after the limit."""
-        if self.purge_thread is not None and self.purge_thread.is_alive():
-            self.purge_queue.put(None)
-            self.purge_thread.join(self.timeout_seconds)
-            if self.purge_thread.is_alive():
-                # A daemon: it does not keep the process from ending.
-                logger.warning(
-                    f"Deleting expired checkpoints from {self.folder} was given up: "
-                    f"{explanation(self.timeout_seconds)} What is left is deleted by a later run."
-                )

@@ -55,6 +55,15 @@ class CheckpointSettings(Configurable.Config):
     load_step: int = -1
     """Step to resume from; -1 takes the newest full checkpoint, 0 the seed checkpoint."""
 
+    verify: Literal["full", "size", "off"] = "full"
+    """How a checkpoint is checked while it is loaded. full: every byte that is read, by the digests
+    made when it was saved. size: that all its files are there, with their sizes. off: not at all."""
+
+    on_damaged: Literal["fallback", "fail"] = "fallback"
+    """What to do when the newest full checkpoint turns out to be damaged. fallback: say so, leave it
+    in place and take the newest one before it that is not. fail: stop. A load_step or an
+    initial_load_path that is damaged always stops the run."""
+
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to restore, comma separated: optimizer, lr_scheduler, dataloader,
     train_state, rank_state."""
@@ -78,6 +87,7 @@ class CheckpointSettings(Configurable.Config):
 def violations(settings: CheckpointSettings) -> Iterator[str]:
     """One sentence for each rule that ``settings`` break."""
     yield from _numbers(settings)
+    yield from _choices(settings)
     yield from _exclusions(settings.exclude_from_loading)
     yield from _initial_load(settings)
     yield from _last_save(settings)
@@ -111,6 +121,14 @@ def _numbers(settings: CheckpointSettings) -> Iterator[str]:
         )
     if problem := unusable_load_step(settings.load_step):
         yield problem
+
+
+def _choices(settings: CheckpointSettings) -> Iterator[str]:
+    # The command line offers nothing else; a recipe may write anything.
+    choices = {"verify": ("full", "size", "off"), "on_damaged": ("fallback", "fail")}
+    for name, known in choices.items():
+        if getattr(settings, name) not in known:
+            yield f"Invalid checkpoint.{name} {getattr(settings, name)!r}: choose one of {list(known)}."
 
 
 def unusable_load_step(step: int) -> str | None:

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch.distributed
-from torchtitan.components.checkpointer import base
+from torchtitan.components.checkpointer import housekeeping
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_deleted_is_a_warning_and_the_others_still_go() -> None:
     storage = folder_of("step-1", "step-2", complete=False)
     storage.undeletable.add("/run/step-1")
     manager = bare(storage)
-    with on_rank(0), patch.object(base, "logger") as logger:
+    with on_rank(0), patch.object(housekeeping, "logger") as logger:
         manager._purge_stale_checkpoints(is_save_in_flight=False)
     assert storage.listdir("/run") == ["step-1"]
     assert "/run/step-1" in logger.warning.call_args.args[0]
@@ -102,7 +102,7 @@ def ready(storage: MemoryStorage, *, loaded: int | None, keep: int = 2) -> BareM
 
 
 def make_ready(manager: BareManager, step: int) -> list[str]:
-    with on_rank(0), patch.object(base, "logger") as logger:
+    with on_rank(0), patch.object(housekeeping, "logger") as logger:
         manager._make_ready(f"/run/step-{step}", None, with_retention=True)
     return [call.args[0] for call in logger.warning.call_args_list]
 

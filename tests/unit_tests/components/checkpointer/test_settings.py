@@ -53,6 +53,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"async_mode": "sometimes"}, "Invalid async_mode"),
     ({"async_mode": None}, "Invalid async_mode"),
     ({"async_mode": 3}, "Invalid async_mode"),
+    ({"verify": "some"}, r"Invalid checkpoint.verify 'some': choose one of .*'size'"),
+    ({"on_damaged": "retry"}, "Invalid checkpoint.on_damaged 'retry': choose one of .*'fail'"),
 ]
 
 ACCEPTED: list[dict[str, Any]] = [
