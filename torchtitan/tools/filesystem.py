@@ -194,9 +194,11 @@ def file_sizes(path: str, names: Iterable[str]) -> dict[str, int]:
     if is_remote(path):
         fs, inner = _resolve(path)
         # One listing: a question for each of thousands of files takes minutes.
+        # A remembered one may be older than what other ranks wrote.
+        fs.invalidate_cache(inner)
         start = f"{inner.rstrip('/')}/"
-        below = fs.find(inner, detail=True).items() if fs.exists(inner) else ()
-        listed = {str(name).removeprefix(start): entry["size"] for name, entry in below}
+        below = fs.find(inner, detail=True)
+        listed = {str(name).removeprefix(start): entry["size"] for name, entry in below.items()}
         return {name: int(listed[name]) for name in names if listed.get(name) is not None}
     for name in names:
         try:
@@ -215,3 +217,17 @@ def read_bytes(path: str) -> bytes:
         return fs.cat_file(inner)
     with open(path, "rb") as file:
         return file.read()
+
+
+def write_bytes(path: str, content: bytes) -> None:
+    """Make ``content`` all of the file ``path``; at no moment is there less. Durable on return."""
+    if is_remote(path):
+        fs, inner = _resolve(path)
+        fs.pipe_file(inner, content)
+        return
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(temporary, path)

@@ -221,3 +221,22 @@ def test_a_remote_path_without_fsspec_says_what_to_install(monkeypatch: pytest.M
         ImportError, match="'s3://b/x' is a remote path and needs the package fsspec"
     ):
         filesystem.exists("s3://b/x")
+
+
+def test_sizes_of_files_come_with_the_names_that_are_there(base: str):
+    folder = filesystem.join(base, "step-10")
+    filesystem.makedirs(filesystem.join(folder, "below"))
+    write(filesystem.join(folder, "a"), b"12345")
+    write(filesystem.join(folder, "below/b"), b"")
+    names = ["a", "below/b", "below", "missing", "a/under", "no/such"]
+    assert filesystem.file_sizes(folder, names) == {"a": 5, "below/b": 0}
+    assert filesystem.file_sizes(filesystem.join(base, "nothing"), names) == {}
+
+
+def test_a_file_is_read_as_it_is_now(base: str):
+    path = filesystem.join(base, "file")
+    with pytest.raises(FileNotFoundError):
+        filesystem.read_bytes(path)
+    for content in (b"first", b"", b"\x00\xff"):
+        write(path, content)
+        assert filesystem.read_bytes(path) == content

@@ -16,12 +16,7 @@ from typing_extensions import Buffer
 from xxhash import xxh3_64
 
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError
-from torchtitan.components.checkpointer.integrity.digests import (
-    BLOCK_BYTES,
-    FileDigest,
-    flat,
-    PIECE_BYTES,
-)
+from torchtitan.components.checkpointer.integrity.digests import FileDigest, flat, PIECE_BYTES
 
 # An archive is read at its end and at its start by turns, often with another one before and behind.
 _KEPT_BLOCKS = 4
@@ -52,7 +47,8 @@ class CheckedFile(io.RawIOBase):
         self._on_checked = on_checked
         self._position = 0
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
-        size = raw.seek(0, io.SEEK_END)
+        raw.seek(0, io.SEEK_END)
+        size = raw.tell()
         if size != digest.size_bytes:
             self.close()
             raise CheckpointDamagedError(
@@ -91,7 +87,7 @@ class CheckedFile(io.RawIOBase):
         view = flat(buffer)[: max(self._digest.size_bytes - self._position, 0)]
         done = 0
         while done < len(view):
-            index = self._position // BLOCK_BYTES
+            index = self._digest.block_at(self._position)
             start, end = self._digest.block_range(index)
             count = min(end - self._position, len(view) - done)
             target = view[done : done + count]

@@ -40,12 +40,18 @@ class FileDigest:
     def __post_init__(self) -> None:
         expected = _DIGITS * self.num_blocks if self.num_blocks > 1 else 0
         if self.size_bytes < 0 or len(self.xxh3_64) != _DIGITS or len(self.blocks) != expected:
-            raise ValueError(f"not a digest of {self.size_bytes} bytes: {self.xxh3_64} {self.blocks}")
+            raise ValueError(
+                f"not a digest of {self.size_bytes} bytes: {self.xxh3_64} {self.blocks}"
+            )
 
     @property
     def num_blocks(self) -> int:
         """How many blocks the file has; the last one may be shorter."""
         return -(-self.size_bytes // BLOCK_BYTES)
+
+    def block_at(self, position: int) -> int:
+        """The index of the block that holds the byte at ``position``."""
+        return position // BLOCK_BYTES
 
     def block_range(self, index: int) -> tuple[int, int]:
         """Where block ``index`` begins and ends."""

@@ -37,6 +37,7 @@ ManifestKind = Literal["full", "model_only", "hf"]
 
 _KINDS = ("full", "model_only", "hf")
 _NO_DIGEST = "0" * 16
+_DIGITS = re.compile("[0-9a-f]+")
 _START = re.compile(rb'\A\{\n  "schema": ([0-9]{1,9}),\n  "xxh3_64": "([0-9a-f]{16})",\n')
 
 
@@ -74,6 +75,12 @@ class Manifest:
     files: dict[str, FileDigest]
     """By name relative to the directory of the checkpoint, with "/" between parts."""
 
+    def __post_init__(self) -> None:
+        for name in self.files:
+            # Not only on reading: a manifest that nobody can read must not be written.
+            if any(part in ("", ".", "..") for part in name.split("/")):
+                raise ValueError(f"{name!r} is no file below the directory of a checkpoint")
+
 
 def head_of(
     step: int,
@@ -96,7 +103,23 @@ def head_of(
 
 
 def render(manifest: Manifest) -> bytes:
-    """The one text for ``manifest``: the same values give the same bytes."""
+    """The one text for ``manifest``: the same values give the same bytes.
+
+    Raises:
+        ValueError: a value is not of the type that it is declared with.
+    """
+    text = _text_of(manifest)
+    try:
+        again = _text_of(_manifest_of(json.loads(text)))
+    except ValueError as error:
+        again = repr(error).encode()
+    if again != text:
+        # Better no checkpoint than one that is found damaged when it is needed.
+        raise ValueError(f"the manifest would not be read as it was written: {again!r}")
+    return text
+
+
+def _text_of(manifest: Manifest) -> bytes:
     head = manifest.head
     fields = {
         "schema": SCHEMA,
@@ -145,7 +168,7 @@ def parse(content: bytes, path: str) -> Manifest:
         )
     try:
         manifest = _manifest_of(json.loads(content))
-        is_canonical = render(manifest) == content
+        is_canonical = _text_of(manifest) == content
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _damaged(path, f"its content makes no sense: {error!r}", error)
     if not is_canonical:
@@ -172,22 +195,28 @@ def read(storage: MovingStorage, path: str) -> Manifest | None:
 
 def _manifest_of(fields: dict[str, Any]) -> Manifest:
     step, world_size, kind = fields["step"], fields["world_size"], fields["kind"]
-    if type(step) is not int or type(world_size) is not int or kind not in _KINDS:
-        raise ValueError(f"step {step!r}, world_size {world_size!r}, kind {kind!r}")
+    if type(step) is not int or type(world_size) is not int or type(fields["backend"]) is not str:
+        raise ValueError(f"step {step!r}, world_size {world_size!r}, backend {fields['backend']!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind {kind!r}")
+    if any(type(degree) is not int for degree in fields["parallel"].values()):
+        raise ValueError(f"parallel {fields['parallel']!r}")
+    if any(type(version) is not str for version in fields["versions"].values()):
+        raise ValueError(f"versions {fields['versions']!r}")
     files = {}
     for name, entry in fields["files"].items():
-        if any(part in ("", ".", "..") for part in name.split("/")):
-            raise ValueError(f"{name!r} is no file of a checkpoint")
         if type(entry["size_bytes"]) is not int:
             raise ValueError(f"the size of {name!r} is {entry['size_bytes']!r}")
+        if not _DIGITS.fullmatch(entry["xxh3_64"] + entry["blocks"]):
+            raise ValueError(f"the digests of {name!r} are none")
         files[name] = FileDigest(entry["size_bytes"], entry["xxh3_64"], entry["blocks"])
     head = Head(
         step=step,
         kind=cast(ManifestKind, kind),
-        backend=str(fields["backend"]),
+        backend=fields["backend"],
         world_size=world_size,
-        parallel={name: int(degree) for name, degree in fields["parallel"].items()},
-        versions={name: str(version) for name, version in fields["versions"].items()},
+        parallel=dict(fields["parallel"]),
+        versions=dict(fields["versions"]),
         config=None if fields["config"] is None else dict(fields["config"]),
     )
     return Manifest(head=head, files=files)

@@ -14,16 +14,10 @@ import time
 from enum import Enum
 from typing import Any
 
-from torchtitan.components.checkpointer.errors import (
-    CheckpointDamagedError,
-    CheckpointReadError,
-)
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
 from torchtitan.components.checkpointer.integrity import manifest as manifests
 from torchtitan.components.checkpointer.integrity.checked_file import CheckedFile
-from torchtitan.components.checkpointer.integrity.digests import (
-    digest_of,
-    FileDigest,
-)
+from torchtitan.components.checkpointer.integrity.digests import digest_of, FileDigest
 from torchtitan.components.checkpointer.integrity.manifest import Manifest, MANIFEST
 from torchtitan.components.checkpointer.storage import MovingStorage
 from torchtitan.tools.logging import logger
@@ -47,11 +41,11 @@ class Verify(str, Enum):
 class Verification:
     """The check of one checkpoint; a copy that was pickled counts its own progress."""
 
-    def __init__(self, path: str, manifest: Manifest | None, mode: Verify) -> None:
+    def __init__(self, path: str, manifest: Manifest | None, mode: Verify | str) -> None:
         self.path = path
         self.manifest = manifest
         """None: nothing is known about the files."""
-        self.mode = mode
+        self.mode = Verify(mode)
         self.checked_bytes = 0
         """How much this process has found good."""
         self._told_at = time.monotonic()
@@ -62,7 +56,7 @@ class Verification:
 
     @classmethod
     def begin(
-        cls, storage: MovingStorage, path: str, mode: Verify, *, step: int | None = None
+        cls, storage: MovingStorage, path: str, mode: Verify | str, *, step: int | None = None
     ) -> "Verification":
         """Read the manifest of the checkpoint ``path`` and look whether its files are there.
 
@@ -75,7 +69,7 @@ class Verification:
             CheckpointMismatchError: a newer version wrote it.
             CheckpointReadError: the disk does not let it be read now.
         """
-        if mode is Verify.OFF:
+        if Verify(mode) is Verify.OFF:
             return cls(path, None, mode)
         try:
             manifest = manifests.read(storage, path)
@@ -179,8 +173,7 @@ def _require_step(path: str, manifest: Manifest, step: int | None) -> None:
 def _require_sizes(storage: MovingStorage, path: str, manifest: Manifest) -> None:
     found = storage.file_sizes(path, manifest.files)
     offenders = [
-        f"{name}: expected {digest.size_bytes} bytes, "
-        + ("which is missing" if name not in found else f"found {found[name]}")
+        f"{name}: expected {digest.size_bytes} bytes, " + f"found {found.get(name, 'none')}"
         for name, digest in sorted(manifest.files.items())
         if found.get(name) != digest.size_bytes
     ]

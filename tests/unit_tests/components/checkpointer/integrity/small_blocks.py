@@ -1,0 +1,19 @@
+"""Blocks of a few bytes, so that a short file has many of them."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+from torchtitan.components.checkpointer.integrity import checked_file, digests
+
+BLOCK = 64
+
+
+@contextmanager
+def small_blocks() -> Generator[None]:
+    """Digests inside of it are of blocks of ``BLOCK`` bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "BLOCK_BYTES", BLOCK)
+        patch.setattr(digests, "PIECE_BYTES", 24)
+        patch.setattr(checked_file, "PIECE_BYTES", 24)
+        yield

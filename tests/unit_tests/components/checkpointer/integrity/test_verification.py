@@ -1,0 +1,190 @@
+"""What a load finds before and while it reads, in each of the modes."""
+
+import io
+import logging
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
+from torchtitan.components.checkpointer.integrity import verification
+from torchtitan.components.checkpointer.integrity.checked_file import CheckedFile
+from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES, digest_of
+from torchtitan.components.checkpointer.integrity.manifest import (
+    head_of,
+    Manifest,
+    MANIFEST,
+    render,
+)
+from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
+from torchtitan.components.checkpointer.storage import FilesystemStorage, MovingStorage
+from torchtitan.components.checkpointer.tc.storage import (
+    BackendCheckpointStorage,
+    DurableStorage,
+    DurableStorageConfig,
+)
+
+from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
+
+PATH = "/run/step-30"
+CONTENTS = {
+    "index": b"what lies where",
+    "data": bytes(BLOCK_BYTES) + b"the rest",
+    "below/part": b"",
+}
+STORAGES: dict[str, Callable[[], MovingStorage]] = {
+    "local": FilesystemStorage,
+    "library": lambda: BackendCheckpointStorage(DurableStorage(DurableStorageConfig())),
+}
+
+
+def saved() -> dict[str, bytes]:
+    """All files of a checkpoint of step 30."""
+    head = head_of(30, "full", "dcp", 1, None)
+    files = {name: digest_of(content) for name, content in CONTENTS.items()}
+    return {**CONTENTS, MANIFEST: render(Manifest(head, files))}
+
+
+def in_memory(changes: dict[str, bytes | None] | None = None) -> MemoryStorage:
+    storage = MemoryStorage("/run", PATH)
+    for name, content in {**saved(), **(changes or {})}.items():
+        if content is not None:
+            storage.add(f"{PATH}/{name}", content)
+    return storage
+
+
+@pytest.mark.parametrize("mode", Verify)
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_good_checkpoint_raises_no_alarm(
+    tmp_path: Path, kind: str, mode: Verify, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, content in saved().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    found = Verification.begin(STORAGES[kind](), str(tmp_path), mode, step=30)
+    for name, content in CONTENTS.items():
+        assert found.check(name, content) == content
+        with found.checked(name, open(tmp_path / name, "rb")) as file:
+            assert isinstance(file, CheckedFile) == (mode is Verify.FULL)
+            assert file.read() == content
+    total = sum(map(len, CONTENTS.values()))
+    assert found.checked_bytes == (2 * total if mode is Verify.FULL else 0)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", [Verify.FULL, Verify.SIZE])
+@pytest.mark.parametrize("kind", STORAGES)
+def test_all_files_that_are_missing_or_have_another_size_are_named(
+    tmp_path: Path, kind: str, mode: Verify
+) -> None:
+    for name, content in saved().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "index").unlink()
+    (tmp_path / "below/part").write_bytes(b"more")
+    with pytest.raises(CheckpointDamagedError) as caught:
+        Verification.begin(STORAGES[kind](), str(tmp_path), mode)
+    assert str(caught.value) == (
+        f"{tmp_path} is damaged: below/part: expected 0 bytes, found 4; index: expected 15 bytes, "
+        "found none."
+    )
+    Verification.begin(STORAGES[kind](), str(tmp_path), Verify.OFF)
+
+
+@pytest.mark.parametrize("mode", [Verify.FULL, Verify.SIZE])
+def test_a_manifest_of_another_step_is_damage(mode: Verify) -> None:
+    with pytest.raises(
+        CheckpointDamagedError, match="expected that of step 20, found that of .* 30"
+    ):
+        Verification.begin(in_memory(), PATH, mode, step=20)
+    Verification.begin(in_memory(), PATH, mode, step=30)
+    # A run may begin from a folder of any name.
+    Verification.begin(in_memory(), PATH, mode)
+
+
+@pytest.mark.parametrize("mode", Verify)
+def test_a_checkpoint_without_a_manifest_is_loaded_with_a_warning(
+    mode: Verify, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Verification.begin(in_memory({MANIFEST: None, "index": None}), PATH, mode)
+    assert found.manifest is None and not found.is_full
+    raw = io.BytesIO(b"anything")
+    assert found.checked("data", raw) is raw and found.check("other", b"x") == b"x"
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == (mode is not Verify.OFF)
+    assert all(f"{PATH} has no manifest.json" in line and "unverified" in line for line in warned)
+
+
+def test_nothing_is_looked_at_when_it_is_off() -> None:
+    found = Verification.begin(MemoryStorage(), "/nowhere", "off")
+    raw = io.BytesIO()
+    assert found.mode is Verify.OFF and found.checked("data", raw) is raw
+
+
+@pytest.mark.parametrize("question", ["read_bytes", "file_sizes"])
+def test_a_disk_that_does_not_answer_is_no_damage(question: str) -> None:
+    storage = in_memory()
+
+    def silent(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    setattr(storage, question, silent)
+    with pytest.raises(CheckpointReadError, match=f"{PATH}: .*Input/output error") as caught:
+        Verification.begin(storage, PATH, "full")
+    assert not isinstance(caught.value, CheckpointDamagedError)
+
+
+def test_a_change_of_the_same_size_is_found_where_it_is_read() -> None:
+    changed = bytearray(CONTENTS["data"])
+    changed[BLOCK_BYTES] ^= 1
+    for mode in Verify:
+        found = Verification.begin(in_memory({"data": bytes(changed)}), PATH, mode)
+        file = found.checked("data", io.BytesIO(changed))
+        if mode is not Verify.FULL:
+            assert found.check("data", bytes(changed)) == file.read() == bytes(changed)
+            continue
+        expected = re.escape(f"{PATH}/data is damaged: bytes {BLOCK_BYTES}..{BLOCK_BYTES + 7}: ")
+        with pytest.raises(CheckpointDamagedError, match=expected + "expected xxh3 .*, found"):
+            file.read()
+        with pytest.raises(CheckpointDamagedError, match=expected + "expected xxh3 .*, found"):
+            found.check("data", bytes(changed))
+        with pytest.raises(CheckpointDamagedError, match="expected 15 bytes, found 4"):
+            found.check("index", b"what")
+
+
+def test_a_file_that_nobody_saved_is_damage() -> None:
+    found = Verification.begin(in_memory({"other": b"x"}), PATH, "full")
+    raw = io.BytesIO(b"x")
+    for read in (lambda: found.checked("other", raw), lambda: found.check("other", b"x")):
+        with pytest.raises(CheckpointDamagedError, match=f"{PATH}/other is in no manifest"):
+            read()
+    assert raw.closed
+    assert Verification.begin(in_memory({"other": b"x"}), PATH, "size").check("other", b"x") == b"x"
+
+
+def test_every_rank_checks_with_its_copy() -> None:
+    found = Verification.begin(in_memory(), PATH, "full")
+    found.check("index", CONTENTS["index"])
+    copy = pickle.loads(pickle.dumps(found))
+    assert (copy.path, copy.manifest, copy.mode) == (PATH, found.manifest, Verify.FULL)
+    assert copy.checked_bytes == 0
+    with pytest.raises(CheckpointDamagedError):
+        copy.check("index", b"what lies there")
+
+
+def test_a_long_check_is_told_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    found = Verification.begin(in_memory(), PATH, "full")
+    found.check("data", CONTENTS["data"])
+    assert not caplog.records
+    now = verification.time.monotonic()
+    monkeypatch.setattr(verification.time, "monotonic", lambda: now + 11)
+    for _ in range(5):
+        found.check("data", CONTENTS["data"])
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "Checked" in line and PATH in line and "for all ranks" in line
