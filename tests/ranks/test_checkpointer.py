@@ -178,7 +178,7 @@ def test_every_bit_comes_back_on_any_number_of_ranks(
     assert (
         files
         == {
-            "dcp": {".metadata", *(f"__{rank}_0.distcp" for rank in ranks)},
+            "dcp": {".metadata", "manifest.json", *(f"__{rank}_0.distcp" for rank in ranks)},
             "torch_checkpointing": {
                 "metadata.pkl",
                 *(f"{part}_{rank}.pt" for part in ("model", "optimizer") for rank in ranks),

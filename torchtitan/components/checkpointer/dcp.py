@@ -23,9 +23,10 @@ from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp_pinned import PinnedSession
+from torchtitan.components.checkpointer.dcp_reader import reading_through
 from torchtitan.components.checkpointer.dcp_reading import restore
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
-from torchtitan.components.checkpointer.discovery import Kind
+from torchtitan.components.checkpointer.discovery import Kind, parse_step
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.formats import (
     CheckpointFiles as _FilesystemCheckpointStorage,
@@ -38,10 +39,13 @@ from torchtitan.components.checkpointer.in_flight import (
     told_as_save_error,
     wait_for_saving,
 )
+from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
+from torchtitan.components.checkpointer.integrity.verification import Verification
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
 from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.components.checkpointer.source import Source
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     changed_by_updates_only,
@@ -129,6 +133,7 @@ class CheckpointManager(BaseCheckpointManager):
         self._copying_stager: CopyingStager | None = None
         self._report: SaveReport | None = None
         self._gave_up = False
+        self._reading: Verification | None = None
         self.async_mode = AsyncMode(config.async_mode)
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and not self.load_only:
             means.announce()
@@ -186,6 +191,16 @@ class CheckpointManager(BaseCheckpointManager):
         }
         return self._flattened_model_states_sd(kept)
 
+    def _head_of(self, state_dict: dict[str, Any], checkpoint_id: str) -> Head | None:
+        """How the manifest of a save begins; None for one that is not of a step."""
+        step = parse_step(checkpoint_id.rpartition("/")[2])
+        if step is None:
+            return None
+        keys = self._full_keys()
+        kind = "full" if not keys or keys & state_dict.keys() else "model_only"
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        return head_of(step, kind, DCP.backend, world_size, self._run)
+
     def dcp_save(
         self,
         state_dict: dict[str, Any],
@@ -202,8 +217,9 @@ class CheckpointManager(BaseCheckpointManager):
         """
         if to_hf:
             raise ValueError("Saving in Hugging Face format is not available yet.")
+        head = self._head_of(state_dict, checkpoint_id)
         if async_mode is AsyncMode.DISABLED:
-            writer = DurableFileSystemWriter(checkpoint_id)
+            writer = DurableFileSystemWriter(checkpoint_id, head=head)
             dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)
             result = None
         elif async_mode is AsyncMode.ASYNC:
@@ -211,12 +227,14 @@ class CheckpointManager(BaseCheckpointManager):
                 self._copying_stager = CopyingStager()
             result = dcp.async_save(
                 state_dict,
-                storage_writer=DurableFileSystemWriter(checkpoint_id, stager=self._copying_stager),
+                storage_writer=DurableFileSystemWriter(
+                    checkpoint_id, stager=self._copying_stager, head=head
+                ),
                 checkpoint_id=checkpoint_id,
                 process_group=self.pg,
             )
         else:
-            writer = DurableFileSystemWriter(checkpoint_id)
+            writer = DurableFileSystemWriter(checkpoint_id, head=head)
             result = self._pinned_session().async_save(state_dict, writer, checkpoint_id)
         if enable_garbage_collection:
             GarbageCollection.collect("after the checkpoint was handed over")
@@ -232,7 +250,10 @@ class CheckpointManager(BaseCheckpointManager):
         """Fill ``state_dict`` in place, and with it the objects it came from."""
         if from_hf or from_quantized:
             raise ValueError("Loading from Hugging Face format is not available yet.")
-        dcp.load(state_dict, checkpoint_id=checkpoint_id)
+        verification = self._reading
+        if verification is None or verification.path != checkpoint_id:
+            verification = self._verification(Source(path=checkpoint_id))
+        dcp.load(state_dict, checkpoint_id=checkpoint_id, **reading_through(verification))
         # Stateful objects were restored by DCP; the model's entries are bare tensors to it.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -324,16 +345,21 @@ class CheckpointManager(BaseCheckpointManager):
         source = start.source
         if source is None:
             return False
-        restore(
-            source,
-            self._states_to_load(source.model_only),
-            lambda wanted: self.dcp_load(
-                wanted, source.path, source.from_hf, source.from_quantized
-            ),
-            states=self.states,
-            excluded=self.exclude_from_loading,
-            group=self.pg,
-        )
+        self._reading = None if source.from_hf else self._verification(source)
+        try:
+            restore(
+                source,
+                self._states_to_load(source.model_only),
+                lambda wanted: self.dcp_load(
+                    wanted, source.path, source.from_hf, source.from_quantized
+                ),
+                states=self.states,
+                excluded=self.exclude_from_loading,
+                group=self.pg,
+                verification=self._reading,
+            )
+        finally:
+            self._reading = None  # what lies there may be another checkpoint one day
         return True
 
     def _maybe_wait_for_staging(self) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.discovery import HF_MARKER, Kind, parse_step
-from torchtitan.components.checkpointer.errors import CheckpointReadError
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
+from torchtitan.components.checkpointer.integrity.verification import Verification
+from torchtitan.components.checkpointer.screening import load_index
 from torchtitan.components.checkpointer.storage import CheckpointStorage
 from torchtitan.components.checkpointer.templates import SavedEntry
 from torchtitan.tools.logging import logger
@@ -24,35 +25,27 @@ MARKER = ".metadata"
 """The index, which DCP writes last: a directory that has it is complete."""
 
 
-def read_index(checkpoint_id: str) -> Metadata:
-    """The index of a checkpoint.
+def read_index(checkpoint_id: str, verification: Verification | None = None) -> Metadata:
+    """The index of a checkpoint, of which nothing is run.
+
+    Args:
+        verification: checks it; None takes it as it is.
 
     Raises:
-        CheckpointReadError: it is not there or not what DCP writes.
+        CheckpointDamagedError: it is not there, not what was saved, or not what DCP writes.
         OSError: the disk does not let it be read now, which says nothing about the checkpoint.
     """
+    path = f"{checkpoint_id}/{MARKER}"
     try:
-        index = FileSystemReader(checkpoint_id).read_metadata()
-    except OSError as error:
-        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise
-        raise CheckpointReadError(
-            f"There is no index {checkpoint_id}/{MARKER}. The path must be one checkpoint, a step-N "
-            "directory."
+        with open(path, "rb") as file:
+            content = file.read()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise CheckpointDamagedError(
+            f"There is no index {path}. The path must be one checkpoint, a step-N directory."
         ) from error
-    except Exception as error:
-        # Damaged pickles raise whatever their bytes happen to spell: KeyError, ImportError, ...
-        raise CheckpointReadError(
-            f"The index {checkpoint_id}/{MARKER} cannot be read: {error!r}. The path must be one "
-            "checkpoint, a step-N directory; if it is damaged, move it away."
-        ) from error
-    entries = getattr(index, "state_dict_metadata", None)
-    if not isinstance(index, Metadata) or not isinstance(entries, dict):
-        raise CheckpointReadError(
-            f"The index {checkpoint_id}/{MARKER} is not one that DCP writes; if it is damaged, move "
-            "the checkpoint away."
-        )
-    return index
+    if verification is not None:
+        verification.check(MARKER, content)
+    return load_index(content, path)
 
 
 def is_complete(storage: CheckpointStorage, checkpoint_id: str) -> bool:
@@ -100,11 +93,25 @@ def outline_of(index: Metadata) -> dict[str, SavedEntry]:
     return found
 
 
-def read_outline(path: str, group: "dist.ProcessGroup | None" = None) -> dict[str, SavedEntry]:
+def read_outline(
+    path: str,
+    group: "dist.ProcessGroup | None" = None,
+    verification: Verification | None = None,
+) -> dict[str, SavedEntry]:
     """The outline of the checkpoint at ``path``, on every rank; a collective.
 
     Raises:
         CheckpointReadError: the index cannot be read, on all ranks.
     """
+
+    def read() -> dict[str, SavedEntry]:
+        try:
+            return outline_of(read_index(path, verification))
+        except OSError as error:
+            raise CheckpointReadError(
+                f"The disk does not let the index {path}/{MARKER} be read: {error}. That says nothing "
+                "about the checkpoint; see to the disk and start again."
+            ) from error
+
     # Rank 0 alone reads: a rank that failed to, by itself, would leave the others waiting.
-    return rank_zero_decides(lambda: outline_of(read_index(path)), group)
+    return rank_zero_decides(read, group)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from torchtitan.components.checkpointer import dcp_index, matching
-from torchtitan.components.checkpointer.errors import cause_of, CheckpointReadError
+from torchtitan.components.checkpointer.dcp_reader import read_error
+from torchtitan.components.checkpointer.integrity.verification import Verification
 from torchtitan.components.checkpointer.source import require_step, Source
 from torchtitan.components.checkpointer.state import MODEL, RANK_STATE, TRAIN_STATE
 from torchtitan.components.checkpointer.templates import templates
@@ -28,21 +29,27 @@ def restore(
     states: Mapping[str, Any],
     excluded: Iterable[str],
     group: "dist.ProcessGroup | None",
+    verification: Verification | None = None,
 ) -> None:
     """Fill ``wanted``, entries as they lie in a checkpoint, through ``read``. Collective.
+
+    No object changes before the ranks agree that the read was good, but for tensors, which the next
+    attempt writes over.
 
     Args:
         states: all objects of the run by state key.
         excluded: the keys among them that are not to be restored.
+        verification: checks the index; None for a checkpoint without one.
 
     Raises:
         CheckpointMismatchError: the checkpoint holds other state, or another step.
+        CheckpointDamagedError: a file of it is not what was saved, found by any rank.
         CheckpointReadError: it cannot be read.
     """
     started_at = time.monotonic()
     if not source.from_hf:
         other_keys = frozenset(states) - {MODEL}
-        outline = dcp_index.read_outline(source.path, group)
+        outline = dcp_index.read_outline(source.path, group, verification)
         wanted = templates(wanted, other_keys, outline)
         # A run without per-rank state may load a checkpoint that has it.
         others = other_keys | {RANK_STATE}
@@ -50,10 +57,7 @@ def restore(
     try:
         read(wanted)
     except dcp.CheckpointException as error:
-        raise CheckpointReadError(
-            f"Could not read the checkpoint {source.path}: {cause_of(error)}. If it is damaged, move it "
-            "away and start again to resume from the one before it."
-        ) from error
+        raise read_error(source.path, error) from error
     if TRAIN_STATE not in excluded:
         require_step(source, states.get(TRAIN_STATE))
     GarbageCollection.collect("after loading a checkpoint")

@@ -1,15 +1,20 @@
-"""The bytes of a checkpoint through torch.distributed.checkpoint, made durable.
+"""The bytes of a checkpoint through torch.distributed.checkpoint, made durable and known by digest.
 
 DCP syncs each file but not the directories that name them, so after a power cut a checkpoint it
 called complete can be missing. Here the names are synced too, and in this order:
 
     every rank: data files, then their directory -> rank 0: .metadata, directory, parent directory
+        -> rank 0: manifest.json, directory
 
-``.metadata`` is written last and makes the checkpoint complete.
+``.metadata`` makes the checkpoint complete for DCP. The manifest says what every file held when it was
+written; without it the checkpoint is one that nobody can verify. The digests of a rank's files are taken
+while they are written, and travel to rank 0 with what DCP gathers anyway.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
@@ -20,6 +25,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan.components.checkpointer.dcp_index import MARKER
+from torchtitan.components.checkpointer.dcp_screening import require_plain_items
+from torchtitan.components.checkpointer.integrity.digests import FileDigest, HashingStream
+from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
 from torchtitan.tools import filesystem
 
 
@@ -53,28 +62,52 @@ class CopyingStager:
 
 
 class CommittingFileSystem(FileSystem):
-    """DCP's local file system, with a last question before a file gets its final name."""
+    """DCP's local file system, which digests what is written, and asks before a file gets its name."""
 
-    before_rename: Callable[[], None] | None = None
+    def __init__(self) -> None:
+        self.before_rename: Callable[[], None] | None = None
+        self.digests: dict[str, FileDigest] = {}
+        """Of each file that was written through this object, by name."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = HashingStream(stream) if mode == "wb" else None
+            yield hashing or stream
+        if hashing is not None:
+            self.digests[Path(path).name] = hashing.digest()
 
     def rename(self, path: Any, new_path: Any) -> None:
         if self.before_rename is not None:
             self.before_rename()
         super().rename(path, new_path)
+        if (digest := self.digests.pop(Path(path).name, None)) is not None:
+            self.digests[Path(new_path).name] = digest
+
+
+class Written(list[WriteResult]):
+    """What one rank has written; DCP gathers these, so the digests need no way of their own."""
+
+    def __init__(self, results: Iterable[WriteResult], digests: dict[str, FileDigest]) -> None:
+        super().__init__(results)
+        self.digests = digests
 
 
 class DurableFileSystemWriter(FileSystemWriter):
-    """DCP's file writer that syncs directories and stages through a kept copy."""
+    """DCP's file writer that syncs directories, stages through a kept copy and leaves a manifest."""
 
-    def __init__(self, path: str, *, stager: CopyingStager | None = None) -> None:
+    def __init__(
+        self, path: str, *, stager: CopyingStager | None = None, head: Head | None = None
+    ) -> None:
+        """``head`` begins the manifest; without one there is none."""
         super().__init__(path)
         self.fs = CommittingFileSystem()
         self._kept_stager = stager
+        self._head = head
 
     def commit_only_if(self, check: Callable[[], None]) -> None:
         """Call ``check`` immediately before ``.metadata`` gets its name; what it raises prevents that."""
-        assert isinstance(self.fs, CommittingFileSystem)
-        self.fs.before_rename = check
+        self._committing_fs().before_rename = check
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """Called by ``async_save`` in the training thread."""
@@ -89,23 +122,54 @@ class DurableFileSystemWriter(FileSystemWriter):
         filesystem.makedirs(os.fspath(self.path))
         return super().prepare_local_plan(plan)
 
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Rank 0 only, before any rank writes: what lies there stops being a checkpoint."""
+        for name in (MANIFEST, MARKER):
+            filesystem.remove_file(f"{os.fspath(self.path)}/{name}")
+        return super().prepare_global_plan(plans)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files, and return once their names are durable as well."""
+        """Write this rank's files, and return once their names are durable as well.
+
+        Raises:
+            ValueError: no load would take something in them back; nothing is written then.
+        """
+        require_plain_items(plan, planner)
         try:
-            written = super().write_data(plan, planner)
-            written.wait()
+            written = super().write_data(plan, planner).wait()
         except RuntimeError as error:
             # torch's archive writer fails once more when it closes the file; alone, that error
             # would reach the other ranks, and it does not say that the disk is full.
             raise _disk_error(error) or error from error
         filesystem.fsync_dir(os.fspath(self.path))
-        return written
+        results: Future[list[WriteResult]] = Future()
+        results.set_result(Written(written, self._committing_fs().digests))
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 only, after every rank's ``write_data``: make the checkpoint complete."""
         super().finish(metadata, results)
         filesystem.fsync_dir(os.fspath(self.path))
         filesystem.fsync_dir(os.path.dirname(os.fspath(self.path)))
+        if self._head is not None:
+            self._write_manifest(self._head, results)
+
+    def _write_manifest(self, head: Head, results: list[list[WriteResult]]) -> None:
+        files = {MARKER: self._committing_fs().digests[MARKER]}
+        for written in results:
+            assert isinstance(written, Written)
+            files |= written.digests
+        target = f"{os.fspath(self.path)}/{MANIFEST}"
+        with open(f"{target}.tmp", "wb") as stream:
+            stream.write(render(Manifest(head=head, files=files)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        # Nobody is asked any more: the checkpoint is complete, and only becomes one to verify.
+        filesystem.rename(f"{target}.tmp", target)
+
+    def _committing_fs(self) -> CommittingFileSystem:
+        assert isinstance(self.fs, CommittingFileSystem)
+        return self.fs
 
 
 def _disk_error(error: BaseException) -> OSError | None:

@@ -28,7 +28,8 @@ def test_the_keys_are_those_that_other_programs_read(tmp_path: Path) -> None:
     run.train(1)
     run.manager.close()
     step = tmp_path / "checkpoint" / "step-1"
-    assert sorted(entry.name for entry in step.iterdir()) == [".metadata", "__0_0.distcp"]
+    written = [".metadata", "__0_0.distcp", "manifest.json"]
+    assert sorted(entry.name for entry in step.iterdir()) == written
     found = entries(step)
     model = set(Tiny().state_dict())
     trainable = model - {"seen"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.dcp_index import is_complete, kind_of, MARKER
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.formats import CheckpointFiles, DCP, finder, MARKERS
@@ -115,6 +115,6 @@ def test_an_index_the_disk_does_not_give_now_is_no_damaged_one(
     def denied(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(FileSystemReader, "read_metadata", denied)
+    monkeypatch.setattr(dcp_index, "open", denied, raising=False)
     with pytest.raises(PermissionError):
         kind_of(CheckpointFiles(), str(path), {"optimizer"})

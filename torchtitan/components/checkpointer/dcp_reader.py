@@ -1,0 +1,167 @@
+"""Read a checkpoint of torch.distributed.checkpoint so that damage is found and nothing in it runs.
+
+Every file goes through the verification of the load, every pickle through the lists of screening.py.
+What is wrong with a file becomes an error that names the file; DCP brings the errors of all ranks to all
+ranks before it changes any object.
+
+    dcp_load -> reading_through -> dcp.load -> VerifyingReader, PlainLoadPlanner
+             -> dcp_reading.restore -> read_error, the same on all ranks
+"""
+
+import errno
+import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torchtitan.components.checkpointer.dcp_index import MARKER, read_index
+from torchtitan.components.checkpointer.errors import (
+    cause_of,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointReadError,
+)
+from torchtitan.components.checkpointer.integrity.verification import Verification
+from torchtitan.components.checkpointer.screening import load_plain, reason_of
+
+_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_OF_THE_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+def reading_through(verification: Verification) -> dict[str, Any]:
+    """What to tell ``dcp.load`` so that it reads the checkpoint of ``verification`` as said above.
+
+    Nothing if no index is there to be read, of which DCP then says so.
+    """
+    try:
+        is_there = os.path.getsize(f"{verification.path}/{MARKER}") > 0
+    except OSError:
+        is_there = False
+    if not is_there:
+        return {}
+    reader = VerifyingReader(verification)
+    return {"storage_reader": reader, "planner": PlainLoadPlanner(reader)}
+
+
+def read_error(path: str, error: dcp.CheckpointException) -> CheckpointReadError:
+    """What all ranks raise when reading ``path`` has failed on some.
+
+    Damage if one of them found any, in the words of the first that did.
+    """
+    for rank, (cause, _) in sorted(error.failures.items()):
+        if isinstance(cause, CheckpointDamagedError):
+            return CheckpointDamagedError(f"Rank {rank} could not read {path}: {cause}")
+    return CheckpointReadError(f"Could not read the checkpoint {path}: {cause_of(error)}.")
+
+
+class CheckedFileSystem(FileSystem):
+    """DCP's local file system, which checks what is read."""
+
+    def __init__(self, verification: Verification) -> None:
+        self._verification = verification
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any]:
+        """The file ``path``, and the end of all errors that come up while it is open.
+
+        Raises:
+            CheckpointDamagedError: it is not there, not what was saved, or not what DCP writes.
+            CheckpointReadError: the disk does not let it be read now.
+        """
+        name = os.path.relpath(path, self._verification.path)
+        with _told_of(os.fspath(path)), super().create_stream(path, mode) as raw:
+            yield self._verification.checked(name, raw)
+
+
+@contextmanager
+def _told_of(path: str) -> Generator[None]:
+    try:
+        yield
+    except (CheckpointError, *_OF_THE_MACHINE):
+        raise
+    except _NOT_THERE as error:
+        raise CheckpointDamagedError(f"{path} is damaged: it is missing.") from error
+    except Exception as error:
+        # Damaged files raise whatever their bytes happen to spell, a place where no file begins too.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise CheckpointReadError(
+                f"The disk does not let {path} be read: {error}. That says nothing about the "
+                "checkpoint; see to the disk and start again."
+            ) from error
+        raise CheckpointDamagedError(f"{path} cannot be read: {reason_of(error)}.") from error
+
+
+class VerifyingReader(FileSystemReader):
+    """DCP's file reader, on files that are checked."""
+
+    def __init__(self, verification: Verification) -> None:
+        super().__init__(verification.path)
+        self.fs = CheckedFileSystem(verification)
+        self._verification = verification
+        self._failure: Exception | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index; an empty one stands for what is wrong with it."""
+        try:
+            index = read_index(os.fspath(self.path), self._verification)
+        except Exception as error:
+            # DCP would make of it an error without a class, so it hears of it one call later.
+            self._failure = error
+            return Metadata(state_dict_metadata={})
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the index over.
+
+        Raises:
+            CheckpointReadError, OSError: it could not be read.
+        """
+        if self._failure is not None:
+            raise self._failure
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what ``plan`` says in the order of the files, so that a block is checked once."""
+        places = {id(item): self.storage_data[item.storage_index] for item in plan.items}
+        in_order = sorted(
+            plan.items, key=lambda it: (places[id(it)].relative_path, places[id(it)].offset)
+        )
+        return super().read_data(replace(plan, items=in_order), planner)
+
+    def file_of(self, item: ReadItem) -> str:
+        """The path of the file that ``item`` is read from."""
+        return f"{os.fspath(self.path)}/{self.storage_data[item.storage_index].relative_path}"
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """Takes data out of the entries that are no tensors, where DCP would run what is in them."""
+
+    def __init__(self, reader: VerifyingReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put the value of ``read_item`` into its place.
+
+        Raises:
+            CheckpointDamagedError: it asks for code, or is not what ``torch.save`` writes.
+        """
+        key = read_item.dest_index.fqn
+        loaded = load_plain(value, f"The entry {key} of {self._reader.file_of(read_item)}", "cpu")
+        set_element(self.original_state_dict, self.mappings[key], loaded)
