@@ -64,7 +64,9 @@ class CopyingStager:
 class CommittingFileSystem(FileSystem):
     """DCP's local file system, which digests what is written, and asks before a file gets its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_digests: bool = True) -> None:
+        """Without ``takes_digests`` what is written passes untouched."""
+        self._takes_digests = takes_digests
         self.before_rename: Callable[[], None] | None = None
         self.digests: dict[str, FileDigest] = {}
         """Of each file that was written through this object, by name."""
@@ -72,7 +74,7 @@ class CommittingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
         with super().create_stream(path, mode) as stream:
-            hashing = HashingStream(stream) if mode == "wb" else None
+            hashing = HashingStream(stream) if mode == "wb" and self._takes_digests else None
             yield hashing or stream
         if hashing is not None:
             self.digests[Path(path).name] = hashing.digest()
@@ -99,9 +101,9 @@ class DurableFileSystemWriter(FileSystemWriter):
     def __init__(
         self, path: str, *, stager: CopyingStager | None = None, head: Head | None = None
     ) -> None:
-        """``head`` begins the manifest; without one there is none."""
+        """``head`` begins the manifest; without one there is none, and no digest is taken."""
         super().__init__(path)
-        self.fs = CommittingFileSystem()
+        self.fs = CommittingFileSystem(takes_digests=head is not None)
         self._kept_stager = stager
         self._head = head
 
