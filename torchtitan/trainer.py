@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan import assembly
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager, TRAIN_STATE
+from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.rank_state import RankState
 from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.components.data import BaseDataLoader, DataloaderExhaustedError, TrainerBatch
@@ -271,6 +272,9 @@ class Trainer(TrainStep, Stateful, Configurable):
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             states={TRAIN_STATE: self, RANK_STATE: self.rank_state},
+        )
+        self.checkpointer.describe_run(
+            RunDescription(config.to_dict(), self.parallel_dims.degrees())
         )
         self.metrics_processor.checkpointer = self.checkpointer
         self.validator = assembly.build_validator(

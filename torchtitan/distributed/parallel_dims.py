@@ -96,7 +96,7 @@ class ParallelDims:
         return cls(**_degrees_of(parallelism_config), world_size=world_size)
 
     def __post_init__(self) -> None:
-        degrees = {axis: getattr(self, axis) for axis in _FLAGS}
+        degrees = self.degrees()
         if found := _degree_problems(degrees, self.world_size):
             raise AssertionError("; ".join(found))
         degrees = _with_computed_shard(degrees, self.world_size)
@@ -181,7 +181,11 @@ class ParallelDims:
 
     def describe(self) -> str:
         """The degrees as ``dp_replicate 1, dp_shard 2, ...`` for a log line."""
-        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in _FLAGS)
+        return ", ".join(f"{axis} {degree}" for axis, degree in self.degrees().items())
+
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis."""
+        return {axis: getattr(self, axis) for axis in _FLAGS}
 
     @property
     def dp_enabled(self) -> bool:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torchtitan.components.checkpointer import (
     DATALOADER,
@@ -11,9 +12,10 @@ from torchtitan.components.checkpointer import (
     OPTIMIZER,
     TRAIN_STATE,
 )
-from torchtitan.components.checkpointer.errors import CheckpointError
+from torchtitan.components.checkpointer.discovery import Finder, OwnFolder
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointError
 from torchtitan.components.checkpointer.formats import CheckpointFiles, finder, Format
-from torchtitan.components.checkpointer.source import find_start, Request
+from torchtitan.components.checkpointer.source import falls_back, find_start, Request
 from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.preflight.folders import write_problem
 from torchtitan.tools import filesystem
@@ -139,9 +141,7 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
         own = where.look_into(folder)
         if checkpoint.load_step == -1 and own.export_step() >= config.training.steps:
             return  # a finished run, which loads nothing
-        source = find_start(request, own, where).source
-        if source is not None and not source.from_hf:
-            chosen.read_index(source.path)
+        _require_readable(config, chosen, request, own, where)
     except (CheckpointError, ValueError) as error:
         yield str(error)
     except OSError as error:
@@ -149,3 +149,22 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
             f"--checkpoint.folder {folder} cannot be read ({error.filename or folder}: "
             f"{error.strerror or error}); make it readable or choose another one."
         )
+
+
+def _require_readable(
+    config: Trainer.Config, chosen: Format, request: Request, own: OwnFolder, where: Finder
+) -> None:
+    """Read the index of what the run will load, as the run itself will, with its fallback."""
+    while True:
+        source = find_start(request, own, where).source
+        if source is None or source.from_hf:
+            return
+        try:
+            chosen.read_index(source.path)
+            return
+        except CheckpointDamagedError as error:
+            on_damaged = config.checkpoint.on_damaged
+            if not falls_back(source, load_step=request.load_step, on_damaged=on_damaged):
+                raise
+            assert source.step is not None
+            own = replace(own, damaged={**own.damaged, source.step: str(error)})

@@ -4,7 +4,7 @@ The public methods own the check for a disabled manager and the trace spans; a m
 certain backend overrides the hooks with an underscore, never the public methods.
 
     save -> _save:  wait for the previous save -> settle history -> retention -> write
-    load -> _load:  _choose_start (rank 0 decides, every rank follows) -> read
+    load -> _load:  _choose_start (rank 0 decides, every rank follows) -> read; see starting.py
 """
 
 import queue
@@ -150,7 +150,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
             return False
         what = "Loading a checkpoint"
         with sl.log_trace_span("checkpoint_load"), within(self.timeout_seconds, what):
-            if not self._load(step):
+            if not self._load_what_passes(step):
                 return False
             # Last of all: loading draws random numbers, and this sets the generators.
             rank_state = getattr(self, "states", {}).get(RANK_STATE)
@@ -195,8 +195,9 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
 
     def exported_checkpoint(self) -> str | None:
         """Path of the newest complete checkpoint if it holds only weights, else None."""
-        step = self._own_folder().export_step() if self.enable else -1
-        return None if step == -1 else self._create_checkpoint_id(step)
+        own = self._own_folder() if self.enable else None
+        step = -1 if own is None else own.export_step()
+        return None if own is None or step == -1 else own.step_paths[step]
 
     def is_finished(self, last_step: int) -> bool:
         """Whether the export of a run of ``last_step`` steps is there already. Collective."""
@@ -217,9 +218,6 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         finally:
             self._is_counting = False
             self.blocked_seconds += time.monotonic() - started_at
-
-    @abstractmethod
-    def _load(self, step: int) -> bool: ...
 
     @abstractmethod
     def _save(self, curr_step: int, last_step: bool) -> bool: ...

@@ -3,21 +3,27 @@
 Names are anchored: ``step-<n>`` without leading zeros is a checkpoint of step n, and
 ``step-7.bak``, ``tmp_step-7`` or ``step-07`` are somebody else's business. A directory counts only
 once the marker that its writer puts there last is present. A folder may hold checkpoints of several
-back ends: they all count as complete, and it is known whose they are. This module only reads.
+back ends: they all count as complete, and it is known whose they are. What history.py has put aside
+counts as history.py says. This module only reads.
 
     listdir -> parse_step -> is it a directory with a marker, and whose? -> OwnFolder -> source.py
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
-from torchtitan.components.checkpointer.storage import CheckpointStorage
+from torchtitan.components.checkpointer.history import (
+    is_replacing,
+    REPLACED,
+    SUPERSEDED,
+    superseded_names,
+    SUPERSEDED_RECORD,
+)
+from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
 from torchtitan.tools import filesystem
-
-SUPERSEDED = "superseded"
-"""Folder inside the checkpoint folder for what another history left behind."""
 
 HF_MARKER = "model.safetensors.index.json"
 """Index of an export in Hugging Face format, which every back end can make."""
@@ -36,6 +42,9 @@ class Kind(str, Enum):
 
     UNREADABLE = "unreadable"
     """Its completion marker is there and cannot be read."""
+
+    DAMAGED = "damaged"
+    """This start has tried to load it, and it is not what was saved."""
 
 
 def step_name(step: int) -> str:
@@ -91,6 +100,9 @@ class OwnFolder:
     foreign: tuple[str, ...] = ()
     """Names that are not ours; they never count, and nothing touches them."""
 
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """What is wrong with the steps that this start has tried to load in vain."""
+
     def own_steps(self) -> set[int]:
         """The complete steps of this back end."""
         return self.step_paths.keys() - self.others.keys()
@@ -119,18 +131,25 @@ class OwnFolder:
         """
         passed_over = {}
         for step in sorted(self.step_paths.keys() - {0}, reverse=True):
-            kind = self.kind_of(self.step_paths[step])
+            is_damaged = step in self.damaged
+            kind = Kind.DAMAGED if is_damaged else self.kind_of(self.step_paths[step])
             if kind is Kind.FULL:
                 return step, passed_over
             passed_over[step] = kind
         return None, passed_over
+
+    def full_steps(self, *, but: int | None) -> Iterator[int]:
+        """The full steps of this back end that may be loaded, newest first; ``but`` this one."""
+        for step in sorted(self.own_steps() - {0, but} - self.damaged.keys(), reverse=True):
+            if self.kind_of(self.step_paths[step]) is Kind.FULL:
+                yield step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finder:
     """How the checkpoints of one back end are found."""
 
-    storage: CheckpointStorage
+    storage: MovingStorage
     parse: Callable[[str], tuple[int, bool] | None]
     """The step that a name stands for and whether it is a staging name."""
 
@@ -164,16 +183,35 @@ class Finder:
         """Paths of the complete checkpoints in ``folder`` by step, of every back end."""
         return self.look_into(folder).step_paths
 
-    def look_into(self, folder: str) -> OwnFolder:
+    def replaced_steps(self, folder: str) -> dict[int, str]:
+        """Paths of what is complete in ``replaced/`` by step, whatever has become of the save after it."""
+        aside = filesystem.join(folder, REPLACED)
+        if not self.storage.isdir(aside):
+            return {}
+        found = find_steps(self.storage, aside, parse=self.parse)
+        return {
+            step: path for step, path, is_staging in found if not is_staging and self.owner_of(path)
+        }
+
+    def look_into(
+        self, folder: str, damaged: Mapping[int, str] = MappingProxyType({})
+    ) -> OwnFolder:
         """What lies in ``folder``; nothing when it does not exist."""
         if not self.storage.isdir(folder):
             return OwnFolder(path=folder, step_paths={}, kind_of=self.kind_of, backend=self.backend)
+        left = superseded_names(self.storage, folder)
         ours = find_steps(self.storage, folder, parse=self.parse)
         names = {path: path.rpartition("/")[2] for _, path, _ in ours}
+        ours = [entry for entry in ours if names[entry[1]] not in left]
         found = {step: path for step, path, is_staging in ours if not is_staging}
+        for step, path in self.replaced_steps(folder).items():
+            there = found.get(step)
+            if there is None or not (self.owner_of(there) and is_replacing(self.storage, there)):
+                found[step] = path
         owners = {path: owner for path in found.values() if (owner := self.owner_of(path))}
         complete = {step: path for step, path in found.items() if path in owners}
-        foreign = set(self.storage.listdir(folder)) - set(names.values()) - {SUPERSEDED}
+        known = {*names.values(), *left, SUPERSEDED, SUPERSEDED_RECORD, REPLACED}
+        foreign = set(self.storage.listdir(folder)) - known
         return OwnFolder(
             path=folder,
             step_paths=complete,
@@ -187,4 +225,5 @@ class Finder:
             unfinished={names[path]: step for step, path, _ in ours if path not in owners},
             # Hidden entries belong to the file system (.snapshot, .nfs...) or to editors.
             foreign=tuple(sorted(name for name in foreign if not name.startswith("."))),
+            damaged=damaged,
         )

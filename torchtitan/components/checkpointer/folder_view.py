@@ -7,6 +7,8 @@ supplies them. This class only reads.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 from torchtitan.components.checkpointer import discovery
@@ -25,6 +27,9 @@ class FolderView(ABC):
 
     folder: str
     _storage: MovingStorage
+
+    _damaged: Mapping[int, str] = MappingProxyType({})
+    """What is wrong with the steps of the folder that were tried in vain since the last load began."""
 
     @abstractmethod
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
@@ -57,7 +62,7 @@ class FolderView(ABC):
         return frozenset(key for key, it in states.items() if key != MODEL and it is not None)
 
     def _own_folder(self) -> OwnFolder:
-        return self._finder().look_into(self.folder)
+        return self._finder().look_into(self.folder, self._damaged)
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest complete step of this back end in ``folder`` (default: the own one), or -1."""

@@ -18,7 +18,12 @@ from typing import Any
 
 from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.discovery import Finder, HF_MARKER, Kind
-from torchtitan.components.checkpointer.storage import CheckpointStorage, FilesystemStorage
+from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
+from torchtitan.components.checkpointer.storage import (
+    CheckpointStorage,
+    FilesystemStorage,
+    MovingStorage,
+)
 from torchtitan.components.checkpointer.tc import index as tc_index, metadata_file
 
 
@@ -68,8 +73,8 @@ TORCH_CHECKPOINTING = Format(
 
 FORMATS = (DCP, TORCH_CHECKPOINTING)
 
-MARKERS = (*(each.marker for each in FORMATS), HF_MARKER)
-"""Each of these files makes a directory a complete checkpoint, so a deletion begins with them."""
+MARKERS = (MANIFEST, *(each.marker for each in FORMATS), HF_MARKER)
+"""A deletion begins with these files: first the commit record, then what makes a directory complete."""
 
 
 class CheckpointFiles(FilesystemStorage):
@@ -78,13 +83,13 @@ class CheckpointFiles(FilesystemStorage):
     markers = MARKERS
 
 
-def finder(own: Format, storage: CheckpointStorage, other_keys: Set[str]) -> Finder:
+def finder(own: Format, storage: MovingStorage, other_keys: Set[str]) -> Finder:
     """How a run of the back end ``own`` finds checkpoints; ``other_keys`` as for ``kind_of``."""
     return _finder(own, storage, other_keys, others=other_finders(own, storage, other_keys))
 
 
 def other_finders(
-    own: Format | None, storage: CheckpointStorage, other_keys: Set[str]
+    own: Format | None, storage: MovingStorage, other_keys: Set[str]
 ) -> tuple[Finder, ...]:
     """How a run of ``own`` finds the checkpoints of the other back ends."""
     return tuple(_finder(each, storage, other_keys) for each in FORMATS if each is not own)
@@ -92,7 +97,7 @@ def other_finders(
 
 def _finder(
     chosen: Format,
-    storage: CheckpointStorage,
+    storage: MovingStorage,
     other_keys: Set[str],
     others: tuple[Finder, ...] = (),
 ) -> Finder:

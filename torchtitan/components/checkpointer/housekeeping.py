@@ -3,22 +3,35 @@
 Rank 0 acts, while no save is in flight. Histories are settled first: retention must not count the
 checkpoints of a future that this run has left.
 
-    base.save -> _make_ready -> leave the other history -> retention -> clear the path of the save
+    base.save -> _make_ready -> end what was replaced -> leave the other history -> put back what was
+                 replaced in vain -> retention -> clear the path of the save
+
+At every point in between the newest checkpoint that this run may go on from is there and is found.
 """
 
 import queue
 import threading
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed
+import torch.distributed as dist
 
-from torchtitan.components.checkpointer import discovery
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
+from torchtitan.components.checkpointer.discovery import find_steps, step_name
 from torchtitan.components.checkpointer.folder_view import FolderView
-from torchtitan.components.checkpointer.history import supersede, supersede_newer
+from torchtitan.components.checkpointer.history import (
+    free_name,
+    put_aside,
+    REPLACED,
+    supersede,
+    supersede_newer,
+    superseded_names,
+    SUPERSEDED_RECORD,
+)
+from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
 from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
 from torchtitan.components.checkpointer.waiting import explanation
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 
@@ -35,13 +48,17 @@ class Housekeeping(FolderView):
 
     _history_settled: bool
 
+    _damaged: Mapping[int, str]
+    _saved_paths: frozenset[str] = frozenset()
+    _has_replaced: bool = False
+
     # Queued for deletion: a directory that is half gone must not be taken for a save that died.
     _expiring: frozenset[str] = frozenset()
 
     def _make_ready(
         self,
         checkpoint_id: str,
-        group: "torch.distributed.ProcessGroup | None",
+        group: "dist.ProcessGroup | None",
         *,
         with_retention: bool,
     ) -> None:
@@ -51,16 +68,14 @@ class Housekeeping(FolderView):
         """
 
         def act() -> list[str]:
-            moved = self._leave_other_history()
+            self._delete_replaced()
+            moved = free_name(self._storage, self.folder, checkpoint_id)
+            moved += self._leave_other_history()
+            self._put_back_replaced(but=checkpoint_id)
             if with_retention:
                 self._purge_stale_checkpoints(is_save_in_flight=False)
             self._clear_staging(checkpoint_id)
-            if self._storage.isdir(checkpoint_id):
-                if self._finder().is_complete_for_any(checkpoint_id):
-                    moved.append(supersede(self._storage, self.folder, checkpoint_id))
-                else:
-                    self._remove_abandoned(checkpoint_id)
-            return moved
+            return moved + self._clear_path(checkpoint_id)
 
         for path in rank_zero_decides(act, group):
             logger.warning(
@@ -68,46 +83,116 @@ class Housekeeping(FolderView):
                 "it there; move it back to use it again."
             )
         self._history_settled = True
+        self._damaged = {}  # They were beyond the step that was loaded, so they are gone from here.
+        self._saved_paths |= {checkpoint_id}
 
     def _clear_staging(self, checkpoint_id: str) -> None:
         """Remove what an earlier save left where this one is staged; nothing for one written in place."""
 
+    def _clear_path(self, path: str) -> list[str]:
+        """Make room for a save at ``path``; where what another history left there is now."""
+        if not self._storage.isdir(path):
+            return []
+        if not self._finder().is_complete_for_any(path):
+            self._remove(path)
+            return []
+        is_own = self._loaded_step is not None or path in self._saved_paths
+        if not is_own or not self._storage.isfile(f"{path}/{MANIFEST}"):
+            return [supersede(self._storage, self.folder, path)]
+        aside = put_aside(self._storage, self.folder, path)
+        self._expiring -= {aside}
+        self._has_replaced = True
+        logger.info(
+            f"{path} is saved again: the one before waits in {aside} until that is complete."
+        )
+        return []
+
     def _leave_other_history(self) -> list[str]:
         if self._history_settled or self._loaded_step is None:
             return []
-        steps = self._finder().complete_steps(self.folder)
-        return supersede_newer(self._storage, self.folder, steps, than=self._loaded_step)
+        moved: list[str] = []
+        # More than once: what was in replaced/ may have hidden another one of the same step.
+        while newer := self._newer_steps(self._loaded_step):
+            found = supersede_newer(self._storage, self.folder, newer, than=self._loaded_step)
+            for path in set(found) & set(newer.values()):
+                logger.warning(
+                    f"{path} belongs to a history that this run has left: {SUPERSEDED_RECORD} beside it "
+                    "says that it does not count. Nothing deletes it."
+                )
+            moved += [path for path in found if path not in newer.values()]
+        return moved
+
+    def _newer_steps(self, step: int) -> dict[int, str]:
+        found = self._finder().complete_steps(self.folder)
+        return {newer: path for newer, path in found.items() if newer > step}
+
+    def _delete_replaced(self) -> None:
+        """Delete what waited in ``replaced/`` for a save that is complete now, or what is left of it."""
+        aside = filesystem.join(self.folder, REPLACED)
+        if not self._storage.isdir(aside):
+            return
+        waiting = {path: step for step, path in self._waiting_steps().items()}
+        for _, path, _ in find_steps(self._storage, aside, parse=self._parse_step):
+            if path in waiting or path in self._expiring:
+                continue
+            if self.purge_thread is not None and self.purge_thread.is_alive():
+                self._expiring |= {path}
+                self.purge_queue.put(path)
+            else:
+                self._remove(path, "whose step was saved again")
+        # Never queued: something may be moved into it before its turn comes.
+        if not self._storage.listdir(aside):
+            self._remove(aside, "which is empty")
+
+    def _waiting_steps(self) -> dict[int, str]:
+        """The steps whose newest complete checkpoint is the one in ``replaced/``."""
+        replaced = self._finder().replaced_steps(self.folder)
+        found = self._finder().complete_steps(self.folder) if replaced else {}
+        return {step: path for step, path in replaced.items() if found.get(step) == path}
+
+    def _put_back_replaced(self, *, but: str) -> None:
+        """Give what waits in ``replaced/`` its name back, except the one that is saved next."""
+        for step, path in self._waiting_steps().items():
+            target = self._create_checkpoint_id(step)
+            if target == but:
+                continue
+            if self._storage.isdir(target):
+                if self._finder().is_complete_for_any(target):
+                    supersede(self._storage, self.folder, target)
+                else:
+                    self._storage.remove(target)
+            self._storage.move(path, target)
+            logger.info(f"Moved {path} back to {target}: the save that was to replace it failed.")
 
     def _should_purge(self) -> bool:
-        return (
-            self.keep_latest_k > 0
-            and torch.distributed.get_rank() == 0
-            and self._storage.isdir(self.folder)
-        )
+        return self.keep_latest_k > 0 and dist.get_rank() == 0 and self._storage.isdir(self.folder)
 
     def _purge_stale_checkpoints(self, *, is_save_in_flight: bool = True) -> None:
         """Queue expired checkpoints for deletion, and delete at once what died; rank 0 only."""
         if not self._should_purge():
             return
-        found = discovery.find_steps(self._storage, self.folder, parse=self._parse_step)
+        found = find_steps(self._storage, self.folder, parse=self._parse_step)
+        left = superseded_names(self._storage, self.folder)
+        damaged = {step_name(step) for step in self._damaged}
+        skipped = {filesystem.join(self.folder, name) for name in left | damaged}
         purge = plan_purge(
-            [entry for entry in found if entry[1] not in self._expiring],
+            [entry for entry in found if entry[1] not in self._expiring | skipped],
             self.keep_latest_k,
             is_save_in_flight=is_save_in_flight,
             is_complete=self._finder().is_complete_for_any,
         )
         for path in purge.abandoned:
-            self._remove_abandoned(path)
+            self._remove(path)
         self._expiring |= frozenset(purge.expired)
         for path in purge.expired:
             self.purge_queue.put(path)
 
-    def _remove_abandoned(self, path: str) -> None:
+    def _remove(self, path: str, what: str = "left behind by a save that did not finish") -> None:
         try:
             self._storage.remove(path)
-            logger.info(f"Deleted {path}, left behind by a save that did not finish.")
+            logger.info(f"Deleted {path}, {what}.")
         except Exception as error:
-            logger.warning(f"Could not delete the unfinished checkpoint {path}: {error}.")
+            logger.warning(f"Could not delete {path}, {what}: {error}.")
 
     def _start_purging(self) -> None:
         """Start the thread that deletes; it belongs to a run that saves and keeps not everything."""
@@ -117,6 +202,11 @@ class Housekeeping(FolderView):
 
     def _stop_purging(self) -> None:
         """Delete what is queued, then end the thread; give up after the limit."""
+        # A disk that a save was given up on must not be waited for here.
+        has_replaced = self._has_replaced and not getattr(self, "_gave_up", False)
+        self._has_replaced = False
+        if has_replaced:
+            self._delete_replaced()
         if self.purge_thread is not None and self.purge_thread.is_alive():
             self.purge_queue.put(None)
             self.purge_thread.join(self.timeout_seconds)
@@ -126,3 +216,6 @@ class Housekeeping(FolderView):
                     f"Deleting expired checkpoints from {self.folder} was given up: "
                     f"{explanation(self.timeout_seconds)} What is left is deleted by a later run."
                 )
+                return
+        if has_replaced:
+            self._delete_replaced()  # the folder around what the thread has deleted

@@ -6,6 +6,9 @@ what the run was told to begin from counts only while there is nothing of its ow
     load_step given   that checkpoint or an error, never another one
     load_step -1      newest full one > step-0 seed > initial_load_path > HF assets > nothing
 
+What turned out to be damaged is not chosen again; if nothing full is left then, it is an error, since a
+seed or anything else would be to begin again.
+
 A checkpoint of another back end that would be the one to load is an error: this run cannot read it,
 and to pass it over would be to train its steps once more.
 
@@ -22,9 +25,11 @@ from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder
 from torchtitan.components.checkpointer.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointReadError,
 )
 from torchtitan.components.checkpointer.settings import unusable_load_step
 from torchtitan.components.checkpointer.source_text import (
+    all_damaged,
     FRESH_START,
     is_inside,
     listed,
@@ -92,12 +97,18 @@ class Start:
     """What was chosen, why, what was passed over and what was ignored."""
 
 
+def falls_back(source: Source, *, load_step: int, on_damaged: str) -> bool:
+    """Whether another checkpoint is taken when ``source`` is damaged."""
+    return load_step == -1 and source.step is not None and on_damaged == "fallback"
+
+
 def find_start(request: Request, own: OwnFolder, finder: Finder) -> Start:
     """``choose_start``, with a look at what it chose outside of the run's own folder.
 
     Raises:
-        CheckpointNotFoundError, CheckpointMismatchError, ValueError: as ``choose_start``; ValueError
-            also when the path chosen is not one checkpoint of the kind asked for.
+        CheckpointNotFoundError, CheckpointMismatchError, CheckpointReadError, ValueError: as
+            ``choose_start``; ValueError also when the path chosen is not one checkpoint of the kind
+            asked for.
     """
     start = choose_start(request, own)
     source = start.source
@@ -120,6 +131,7 @@ def choose_start(request: Request, own: OwnFolder) -> Start:
         CheckpointNotFoundError: the step asked for is not there, or the folder holds only
             checkpoints that a run cannot go on from.
         CheckpointMismatchError: the one to load is of another back end.
+        CheckpointReadError: all that could be loaded is damaged.
         ValueError: ``load_step`` is no step, or the Hugging Face assets were needed and not given.
     """
     if request.load_step != -1:
@@ -130,6 +142,8 @@ def choose_start(request: Request, own: OwnFolder) -> Start:
             raise _of_another(own, newest, f"{own.path} was looked into for the newest checkpoint")
         reason = what_was_passed_over("newest full checkpoint", newest, passed_over, own.unfinished)
         return _own(request, own, newest, reason)
+    if own.damaged:
+        raise CheckpointReadError(all_damaged(own, passed_over))
     unreadable = [step for step, kind in passed_over.items() if kind is Kind.UNREADABLE]
     if unreadable:
         if unreadable[0] in own.others:
@@ -178,12 +192,10 @@ def _backend_flag(own: OwnFolder, step: int) -> str:
 
 
 def _of_another(own: OwnFolder, step: int, asked: str) -> CheckpointMismatchError:
-    mine = sorted(own.own_steps() - {0, step}, reverse=True)
-    full = (each for each in mine if own.kind_of(own.step_paths[each]) is Kind.FULL)
     path, backend = own.step_paths[step], own.others[step]
     kind = None if step == 0 else own.kind_of(path)
     found = this_run_cannot(path, kind, backend=backend, own_backend=own.backend)
-    older = next(full, None)
+    older = next(own.full_steps(but=step), None)
     back = f" --checkpoint.load_step {older} to go back to {step_name(older)}," if older else ""
     return CheckpointMismatchError(
         f"{asked}, but {found}. Pass --checkpoint.backend {backend} to go on from it,{back} or "

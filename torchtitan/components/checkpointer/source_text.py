@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchtitan.components.checkpointer.discovery import Kind, OwnFolder, step_name
+from torchtitan.components.checkpointer.history import SUPERSEDED
 from torchtitan.tools import filesystem
 
 FRESH_START = "No checkpoint was provided, this is a fresh start."
@@ -16,12 +17,14 @@ _MEANING = {
     Kind.FULL: "full",
     Kind.MODEL_ONLY: "weights only",
     Kind.UNREADABLE: "its index cannot be read",
+    Kind.DAMAGED: "damaged",
 }
 _OF_ANOTHER: dict[Kind | None, str] = {
     None: "a seed",
     Kind.FULL: "a full checkpoint",
     Kind.MODEL_ONLY: "a checkpoint of weights",
     Kind.UNREADABLE: "a checkpoint, with an index that cannot be read,",
+    Kind.DAMAGED: "a damaged checkpoint",
 }
 
 
@@ -47,6 +50,44 @@ def what_does_not_count(own: OwnFolder) -> str:
     if own.foreign:
         groups.append(f"{shortened(own.foreign)} (no names of checkpoints)")
     return f" In {own.path} these do not count: {', '.join(groups)}." if groups else ""
+
+
+def all_damaged(own: OwnFolder, passed_over: Mapping[int, Kind]) -> str:
+    """That none of the full checkpoints can be loaded, and what is wrong with each."""
+    why = dict(own.damaged)
+    for step, kind in passed_over.items():
+        if kind is Kind.UNREADABLE:
+            why.setdefault(step, _MEANING[kind])
+    each = "; ".join(f"{step_name(step)}: {why[step]}" for step in sorted(why, reverse=True))
+    return (
+        f"{own.path} holds no full checkpoint that is not damaged. {each.rstrip('.')}. Nothing is begun "
+        "anew beside them. Mend one, or load one as far as it can be read with --checkpoint.load_step N "
+        "--checkpoint.verify off; to begin again choose a new --checkpoint.folder."
+    )
+
+
+def what_else_there_is(path: str, folder: OwnFolder, step: int | None, *, is_own: bool) -> str:
+    """What to do about the damaged ``path``, given the newest other ``step`` in its folder."""
+    if step is None:
+        return f"There is no other full checkpoint in {folder.path}."
+    if is_own:
+        return f"The newest other full one is {step_name(step)}: --checkpoint.load_step {step}"
+    return (
+        "The newest other full one beside it is --checkpoint.initial_load_path "
+        f"{folder.step_paths[step]}"
+    )
+
+
+def what_leaves(own: OwnFolder, loaded_step: int) -> str:
+    """That what is beyond the step that was loaded is left, or nothing."""
+    newer = sorted(step for step in own.step_paths if step > loaded_step)
+    if not newer:
+        return ""
+    names = shortened([step_name(step) for step in newer])
+    return (
+        f"This run goes on from step {loaded_step} and leaves a history behind: its first save puts "
+        f"{names} of {own.path} aside, into {SUPERSEDED}/, where nothing loads or deletes them."
+    )
 
 
 def this_run_cannot(path: str, kind: Kind | None, *, backend: str, own_backend: str) -> str:

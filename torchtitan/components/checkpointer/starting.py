@@ -1,16 +1,31 @@
-"""What a run starts from, chosen by rank 0 and followed by all ranks.
+"""What a run starts from: chosen by rank 0, followed by all ranks, and chosen anew when it is damaged.
 
-base.load -> _load of the manager -> _choose_start -> source.find_start
+A checkpoint is found to be damaged while it is read. Every rank then raises the same error, before any
+object but tensors has changed, and the newest checkpoint before it is tried. Nothing is loaded rather
+than something else: when all are damaged the run stops, and a step that was asked for is that or an error.
+
+    base.load -> _load_what_passes -> _load of the manager -> _choose_start -> source.find_start
+                        ^                     |                 _verification -> the read
+                        +- pass over, again --+
 """
 
+from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
+from torchtitan.components.checkpointer import run_changes
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
+from torchtitan.components.checkpointer.discovery import OwnFolder
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError
 from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
-from torchtitan.components.checkpointer.source import find_start, Request, Source, Start
+from torchtitan.components.checkpointer.source import falls_back, find_start, Request, Source, Start
+from torchtitan.components.checkpointer.source_text import what_else_there_is, what_leaves
 from torchtitan.components.checkpointer.state import TRAIN_STATE
+from torchtitan.tools.logging import logger
 
 
 class Starting(FolderView):
@@ -22,6 +37,7 @@ class Starting(FolderView):
     initial_load_in_hf_quantized: bool
     exclude_from_loading: list[str]
     sd_adapter: Any
+    load_only: bool = False
     verify: str = "full"
     on_damaged: str = "fallback"
 
@@ -30,6 +46,68 @@ class Starting(FolderView):
 
     _loaded_step: int | None
     _history_settled: bool
+    _source: Source | None = None
+    _verifying: Verification | None = None
+    _leaving: str = ""
+
+    @abstractmethod
+    def _load(self, step: int) -> bool:
+        """Load what ``_choose_start`` answers, checked by what ``_verification`` answers.
+
+        An error has to be the same on all ranks: CheckpointDamagedError if what is on the disk is not
+        what was saved, and raised before any object has been given anything but tensors.
+        """
+
+    def _load_what_passes(self, step: int) -> bool:
+        """``_load``; again without what turns out to be damaged, as long as that is allowed."""
+        self._damaged = {}
+        while True:
+            self._source, self._verifying, self._leaving = None, None, ""
+            try:
+                is_loaded = self._load(step)
+                break
+            except CheckpointDamagedError as error:
+                self._pass_over(step, error)
+        if self._leaving:
+            # While it can still be prevented: nothing is moved before the first save.
+            logger.warning(self._leaving)
+        if is_loaded:
+            self._tell_changes()
+        return is_loaded
+
+    def _pass_over(self, step: int, error: CheckpointDamagedError) -> None:
+        source = self._source
+        if source is None:
+            raise error
+        if not falls_back(source, load_step=step, on_damaged=self.on_damaged):
+            advice = rank_zero_decides(lambda: self._what_else(source))
+            raise CheckpointDamagedError(f"{error} {advice}") from error
+        assert source.step is not None
+        text = " ".join(str(error).split())
+        logger.warning(f"Passing over {source.path}, which stays in place: {text}")
+        self._damaged = {**self._damaged, source.step: text}
+
+    def _what_else(self, source: Source) -> str:
+        """Which other checkpoint could be loaded, as far as one listing tells."""
+        folder = (
+            self.folder if source.step is not None else source.path.rstrip("/").rpartition("/")[0]
+        )
+        found = self._finder().look_into(folder)
+        but = source.step if source.step is not None else self._step_of(source, found)
+        step = next(self._whole_steps(found, but), None)
+        return what_else_there_is(source.path, found, step, is_own=source.step is not None)
+
+    def _step_of(self, source: Source, folder: OwnFolder) -> int | None:
+        path = source.path.rstrip("/")
+        return next((step for step, found in folder.step_paths.items() if found == path), None)
+
+    def _whole_steps(self, folder: OwnFolder, but: int | None) -> Iterator[int]:
+        for step in folder.full_steps(but=but):
+            try:
+                Verification.begin(self._storage, folder.step_paths[step], Verify.SIZE, step=step)
+            except CheckpointDamagedError:
+                continue
+            yield step
 
     def _choose_start(self, step: int) -> Start:
         """What to load, and the line to log about it; the same on all ranks."""
@@ -41,13 +119,18 @@ class Starting(FolderView):
             initial_load_in_hf_quantized=self.initial_load_in_hf_quantized,
             hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
         )
-
-        start = rank_zero_decides(lambda: find_start(request, self._own_folder(), self._finder()))
         # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
         # everything but the step: whatever is beyond then belongs to another history.
         counts_on = TRAIN_STATE not in self.exclude_from_loading
-        source = start.source
-        self._loaded_step = source.step or 0 if source is not None and counts_on else 0
+
+        def decide() -> tuple[Start, int, str]:
+            own = self._own_folder()
+            start = find_start(request, own, self._finder())
+            step = start.source.step or 0 if start.source is not None and counts_on else 0
+            return start, step, "" if self.load_only else what_leaves(own, step)
+
+        start, self._loaded_step, self._leaving = rank_zero_decides(decide)
+        self._source = start.source
         self._history_settled = False
         return start
 
@@ -55,9 +138,27 @@ class Starting(FolderView):
         """How to check the files of ``source`` while they are read; rank 0 has looked. Collective.
 
         Raises:
-            CheckpointDamagedError, CheckpointMismatchError: as ``Verification.begin``, on all ranks.
+            CheckpointDamagedError, CheckpointMismatchError, CheckpointReadError: as
+                ``Verification.begin``, on all ranks.
         """
         mode = Verify(self.verify)
-        return rank_zero_decides(
+        self._verifying = rank_zero_decides(
             lambda: Verification.begin(self._storage, source.path, mode, step=source.step)
         )
+        return self._verifying
+
+    def _tell_changes(self) -> None:
+        """Say in what the settings of this run differ from those of the one that it goes on from."""
+        source, verification = self._source, self._verifying
+        if source is None or source.model_only or verification is None or self._run is None:
+            return
+        manifest, now = verification.manifest, self._run.config
+        if manifest is None or manifest.head.config is None or now is None:
+            return
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        changes = run_changes.changes(manifest.head.config, now, excluded=self.exclude_from_loading)
+        if changes:
+            text = run_changes.told(changes, source.path)
+            log = logger.warning if any(change.holds for change in changes) else logger.info
+            log(text)

@@ -34,7 +34,7 @@ class CheckpointStorage(Protocol):
 
 
 class MovingStorage(CheckpointStorage, Protocol):
-    """A storage that can also rename directories, measure them and files, and read small files."""
+    """A storage that can also rename directories, measure them and files, and read and write small files."""
 
     def move(self, source: str, target: str) -> None:
         """Rename the directory ``source`` to ``target``, whose parent is created."""
@@ -50,6 +50,10 @@ class MovingStorage(CheckpointStorage, Protocol):
 
     def read_bytes(self, path: str) -> bytes:
         """All of the file ``path``. Raises FileNotFoundError when it is not there."""
+        ...
+
+    def write_bytes(self, path: str, content: bytes) -> None:
+        """Make ``content`` all of the small file ``path``, in one go and durably."""
         ...
 
 
@@ -101,3 +105,6 @@ class FilesystemStorage:
 
     def read_bytes(self, path: str) -> bytes:
         return filesystem.read_bytes(path)
+
+    def write_bytes(self, path: str, content: bytes) -> None:
+        filesystem.write_bytes(path, content)

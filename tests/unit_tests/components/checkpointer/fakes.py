@@ -64,6 +64,10 @@ class MemoryStorage:
             raise FileNotFoundError(path)
         return content
 
+    def write_bytes(self, path: str, content: bytes) -> None:
+        self.calls.append(("write", path))
+        self.add(path, content)
+
     def _below(self, path: str) -> dict[str, bytes | None]:
         return {
             key: content

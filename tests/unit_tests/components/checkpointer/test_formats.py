@@ -32,8 +32,9 @@ def test_every_back_end_that_can_be_typed_has_a_format_of_that_name() -> None:
     assert CheckpointManager.FORMAT is DCP
 
 
-def test_every_marker_is_one_that_a_deletion_begins_with() -> None:
-    assert set(MARKERS) == {".metadata", "metadata.pkl", "model.safetensors.index.json"}
+def test_a_deletion_begins_with_the_commit_record_and_then_every_marker() -> None:
+    assert MARKERS[0] == "manifest.json"
+    assert set(MARKERS[1:]) == {".metadata", "metadata.pkl", "model.safetensors.index.json"}
     assert CheckpointFiles.markers == MARKERS
 
 

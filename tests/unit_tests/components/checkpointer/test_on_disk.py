@@ -7,11 +7,13 @@ import logging
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.errors import (
+    CheckpointDamagedError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointReadError,
@@ -161,10 +163,36 @@ def test_the_dead_are_swept_and_strangers_stay(tmp_path: Path, way: Way) -> None
 
 
 @in_each_way
-def test_saving_a_step_again_keeps_the_earlier_one_aside(tmp_path: Path, way: Way) -> None:
+def test_a_step_that_is_saved_again_stays_until_the_new_one_is_complete(
+    tmp_path: Path, way: Way
+) -> None:
     run = build_run(tmp_path, **way.settings)
     run.train(1)
+    run.manager.maybe_wait_for_saving()
     run.train(2, save=False)
+    folder = tmp_path / "checkpoint"
+    seen = []
+    make_ready = run.manager._make_ready
+
+    def noted(*arguments: Any, **keywords: Any) -> None:
+        make_ready(*arguments, **keywords)
+        seen.append((names(tmp_path), (folder / "replaced/step-1" / way.format.marker).is_file()))
+
+    with patch.object(run.manager, "_make_ready", noted):
+        assert run.manager.save(1) is True
+    run.manager.close()
+    assert seen == [(["replaced"], True)]
+    assert names(tmp_path) == ["step-1"]
+
+
+@in_each_way
+def test_a_step_that_another_program_saved_is_kept_aside_when_it_is_saved_again(
+    tmp_path: Path, way: Way
+) -> None:
+    run = build_run(tmp_path, **way.settings)
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
     assert run.manager.save(1) is True
     run.manager.close()
     assert names(tmp_path) == ["step-1", "superseded"]
@@ -304,6 +332,13 @@ def test_a_copied_directory_is_refused_for_the_step_in_its_name(tmp_path: Path, 
     shutil.copytree(tmp_path / "checkpoint/step-2", tmp_path / "checkpoint/step-60")
     again = build_run(tmp_path, **way.settings)
     again.manager.states["train_state"] = Steps(0)
+    with pytest.raises(
+        CheckpointDamagedError, match="expected that of step 60, found that of step 2"
+    ):
+        again.manager.load(60)
+    assert again.manager.load() and again.manager.states["train_state"].step == 2
+    # Of what no manifest speaks of, the state itself tells.
+    (tmp_path / "checkpoint/step-60/manifest.json").unlink()
     with pytest.raises(CheckpointMismatchError, match="step 2, not of step 60"):
         again.manager.load()
     again.manager.close()

@@ -11,6 +11,7 @@ from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.dcp_index import is_complete, kind_of, MARKER
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.formats import CheckpointFiles, DCP, finder, MARKERS
+from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
 from torchtitan.components.checkpointer.storage import FilesystemStorage
 from torchtitan.tools import filesystem
 
@@ -23,11 +24,12 @@ def checkpoint(folder: Path, marker: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("marker", MARKERS)
+@pytest.mark.parametrize("marker", [marker for marker in MARKERS if marker != MANIFEST])
 def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(
     tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path, marker)
+    (path / MANIFEST).write_bytes(b"bytes")
 
     def killed(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -39,7 +41,7 @@ def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             storage.remove(str(path))
-    assert path.is_dir() and not is_anyones(str(path))
+    assert path.is_dir() and not is_anyones(str(path)) and not (path / MANIFEST).exists()
     storage.remove(str(path))
     assert not path.exists()
 

@@ -160,3 +160,6 @@ class BackendCheckpointStorage:
 
     def read_bytes(self, path: str) -> bytes:
         return self._storage.read(Path(path))
+
+    def write_bytes(self, path: str, content: bytes) -> None:
+        self._storage.write(Path(path), content)
