@@ -8,6 +8,8 @@ where it is not done when the optimizer wants to step; a process of each rank wr
     _save, last step -> end of the background -> a synchronous Backend -> step-<n>
     _load -> _choose_start -> tc/reading.restore -> Backend.load (tensors) -> the states
 
+Every file is hashed as it is written and checked as it is read (tc/checked_storage.py).
+
 What of the library is changed, and why, is in tc/library.py; what it is asked for is in tc/defaults.py.
 """
 
@@ -18,7 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.staging import StagingOptions
 from torch_checkpointing.config import AsyncCheckpointSaverConfig
 from torch_checkpointing.storage.base_storage import StorageConfig
 
@@ -33,28 +34,26 @@ from torchtitan.components.checkpointer.in_flight import (
     told_as_save_error,
     wait_for_saving,
 )
+from torchtitan.components.checkpointer.integrity.manifest import head_of
 from torchtitan.components.checkpointer.modes import AsyncMode
-from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.settling import settle
-from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
-    changed_by_updates_only,
     DATALOADER,
     LR_SCHEDULER,
     MODEL,
     ModelWrapper,
     OPTIMIZER,
 )
-from torchtitan.components.checkpointer.tc import index, writer_main
+from torchtitan.components.checkpointer.tc import index
+from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.defaults import (
     default_backend_config as _default_backend_config,
     DEFAULT_TORCH_CHECKPOINTING_BARRIER_TCPSTORE_PORT,
     for_this_run,
     item_specs as _item_specs,
     require_local,
-    why_not_to_another_process,
     with_sync_save as _with_sync_save,
 )
 from torchtitan.components.checkpointer.tc.events import (
@@ -64,6 +63,7 @@ from torchtitan.components.checkpointer.tc.events import (
 )
 from torchtitan.components.checkpointer.tc.index import step_dir_pattern as _step_dir_pattern
 from torchtitan.components.checkpointer.tc.library import Backend, BackendConfig, on_this_rank
+from torchtitan.components.checkpointer.tc.machine import carried_out_here
 from torchtitan.components.checkpointer.tc.payload import payload_of
 from torchtitan.components.checkpointer.tc.reading import (
     restore,
@@ -146,39 +146,18 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         self.states = states
         self._report: SaveReport | None = None
         self._gave_up = self._prewarmed = False
-        self._stager: SharedMemoryStager | None = None
         self.pg = own_group(self.timeout_seconds) if dist.is_initialized() else None
         self._manager_config: BackendConfig = self._with_stager(backend_config)
+        self._stager = self._manager_config.stager
         self._temp_dir_prefix = self._manager_config.save.writer_config.temp_dir_prefix
         self._step_dir_pattern = _step_dir_pattern(self._temp_dir_prefix)
         self._manager: Backend = self._manager_config.build()
 
     def _with_stager(self, config: Any) -> BackendConfig:
         """``config`` with what carries out its kind of saving; said in one line."""
-        if isinstance(config.save, AsyncCheckpointSaverConfig):
-            problem = means.no_shared_memory() or why_not_to_another_process(config.storage_config)
-            if problem is None:
-                staging = config.save.staging_config
-                self._stager = SharedMemoryStager(
-                    StagingOptions(
-                        use_pinned_memory=staging.use_pinned_memory,
-                        use_non_blocking_copy=staging.use_non_blocking_copy,
-                    ),
-                    group=self.pg,
-                    timeout=timedelta(seconds=self.timeout_seconds),
-                    find_can_wait=lambda: changed_by_updates_only(self.states),
-                    describe_shard=writer_main.describe_shard,
-                    program=writer_main.PROGRAM,
-                )
-                way = f"are staged in {self._stager.means.in_words}; a process writes them"
-            else:
-                config = _with_sync_save(config)
-                way = f"make training wait, because {problem}"
-            if _speaks():
-                is_direct = getattr(config.storage_config, "use_direct_io", False)
-                io = f"{'with' if is_direct else 'without'} direct I/O"
-                logger.info(f"Saves {way}, {io}, through torch_checkpointing.")
-        return on_this_rank(config, group=self.pg, stager=self._stager)
+        return carried_out_here(
+            config, self.states, group=self.pg, limit_seconds=self.timeout_seconds
+        )
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:
         return index.parse_entry(filename, self._step_dir_pattern)
@@ -235,6 +214,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             if last_step:
                 self._announce_last_save(curr_step)
                 self._go_synchronous()
+            self._describe(curr_step, is_full=not (last_step and self.last_save_model_only))
             self._dispatch(checkpoint_id, payload)
         if earlier_failure is not None:
             raise earlier_failure
@@ -292,6 +272,13 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             what = "Saving the full state"
         logger.info(f"{what} after the last step, {curr_step}.")
 
+    def _describe(self, curr_step: int, *, is_full: bool) -> None:
+        """Say what the save that follows is; its manifest begins with that."""
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        kind = "full" if is_full else "model_only"
+        backend = TORCH_CHECKPOINTING.backend
+        self._manager.head = head_of(curr_step, kind, backend, world_size, self._run)
+
     def _dispatch(self, checkpoint_id: str, payload: dict[str, Any]) -> None:
         assert self._report is not None
         if self._is_async:
@@ -311,11 +298,13 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             return False
         if source.from_hf or source.from_quantized:
             raise ValueError("Loading from Hugging Face format is not available yet.")
+        verification = self._verification(source)
+        self._manager.check_with(verification)
         restore(
             source,
             self.states,
             lambda into: self._manager.load(source.path, into=into, strict=True),
-            storage=self._backend_storage,
+            storage=CheckedStorage(self._backend_storage, verification),
             excluded=self.exclude_from_loading,
             group=self.pg,
         )

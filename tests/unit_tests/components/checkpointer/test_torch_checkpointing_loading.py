@@ -82,7 +82,8 @@ def test_what_is_excluded_is_not_read_and_stays(
 ) -> None:
     saved = trained(tmp_path).snapshot()
     for key in excluded:
-        (tmp_path / f"checkpoint/step-2/{key}_0.pt").write_bytes(b"damaged")
+        path = tmp_path / f"checkpoint/step-2/{key}_0.pt"
+        path.write_bytes(b"x" * path.stat().st_size)
     run = run_in(tmp_path, seed=5, load_only=True, exclude_from_loading=excluded)
     before = run.snapshot()
     assert run.manager.load()
@@ -140,9 +141,6 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(
     if (file, damage) == ("metadata.pkl", "gone"):
         # What is no checkpoint is not loaded, as for every manager.
         assert run.manager.load() is False
-    elif (file, damage) == ("train_state_0.pt", "gone"):
-        with pytest.raises(CheckpointMismatchError, match="missing: train_state.inner.step"):
-            run.manager.load()
     else:
         with pytest.raises(CheckpointReadError, match=f"checkpoint/step-1.*{file[:5]}"):
             run.manager.load()

@@ -85,7 +85,9 @@ def test_one_payload_of_all_states_goes_to_the_backend_and_a_future_comes_back(
     run.manager.maybe_wait_for_saving()
     assert run.manager.save_future is None
     assert names(tmp_path) == ["step-1", "step-2"]
-    assert files(tmp_path, 2) == sorted(["metadata.pkl", *(f"{key}_0.pt" for key in KEYS)])
+    assert files(tmp_path, 2) == sorted(
+        ["manifest.json", "metadata.pkl", *(f"{key}_0.pt" for key in KEYS)]
+    )
     assert checkpoint_logging_context.get("step") == 2
     run.manager.close()
 
@@ -174,7 +176,7 @@ def test_a_last_save_of_the_model_holds_nothing_else_in_the_chosen_dtype(
     run = run_in(tmp_path, interval=100, export_dtype="bfloat16")
     run.model.half_already = torch.nn.Buffer(torch.ones(2, dtype=torch.bfloat16))
     run.train(1, last_step=1)
-    assert files(tmp_path, 1) == ["metadata.pkl", "model_0.pt"]
+    assert files(tmp_path, 1) == ["manifest.json", "metadata.pkl", "model_0.pt"]
     live = run.manager.states["model"].state_dict()
     (payload,) = (payload["model"] for _, _, payload in handed.saved)
     assert payload["seen"] is live["seen"] and payload["half_already"] is live["half_already"]

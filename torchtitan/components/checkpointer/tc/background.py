@@ -24,6 +24,7 @@ from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.staging import CheckpointStager
 from torch_checkpointing.utils import ensure_future, fut_then
 
+from torchtitan.components.checkpointer.integrity.manifest import Head
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager, Staged
 from torchtitan.components.checkpointer.tc.events import BACKEND_LOGGER_NAME
 from torchtitan.components.checkpointer.tc.writer_main import Job
@@ -102,23 +103,34 @@ class Process(CheckpointProcess):
         args: CheckpointWriterArgs,
         init: tuple[Callable[..., None], tuple[Any, ...]] | None,
         require_written: Callable[[str], None] = lambda path: None,
+        find_head: Callable[[], Head | None] = lambda: None,
     ) -> None:
-        """``require_written`` raises if the checkpoint at a path cannot be seen from here."""
+        """
+        Args:
+            require_written: raises if the checkpoint at a path cannot be seen from here.
+            find_head: says what is saved, when a save begins.
+        """
         # Not the library's own construction, which starts a process.
         self._args = args
         self._init = init
         self._require_written = require_written
+        self._find_head = find_head
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writing")
 
     def write(
         self, checkpoint_info: "CheckpointWriteInfo | Future[CheckpointWriteInfo]", path: str
     ) -> "Future[None]":
         """Write what is staged, in the background."""
-        context = checkpoint_logging_context.export_context()
-        return self._executor.submit(self._deliver, ensure_future(checkpoint_info), path, context)
+        context, head = checkpoint_logging_context.export_context(), self._find_head()
+        info = ensure_future(checkpoint_info)
+        return self._executor.submit(self._deliver, info, path, context, head)
 
     def _deliver(
-        self, checkpoint_info: "Future[CheckpointWriteInfo]", path: str, context: dict[str, Any]
+        self,
+        checkpoint_info: "Future[CheckpointWriteInfo]",
+        path: str,
+        context: dict[str, Any],
+        head: Head | None,
     ) -> None:
         tell, step = EventLogger(), context.get("step")
         info = checkpoint_info.result()
@@ -127,6 +139,7 @@ class Process(CheckpointProcess):
             args=self._args,
             layouts=info.layout_info_mappings,
             metadata=info.serialized_distributed_metadata,
+            head=head,
             log_context=context,
             init=self._init,
         )

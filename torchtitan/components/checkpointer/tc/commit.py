@@ -5,16 +5,19 @@ timeout, an arrival of a failed save is still counted in the next one, and ranks
 save done before rank 0 has given it its name. Here a rank arrives with its error, each save counts
 for itself, and there are two stops:
 
-    every rank: files written -> agree ---> rank 0: tmp_step-N becomes step-N -> publish ---> done
+    every rank: files written -> agree ---> rank 0: manifest, tmp_step-N becomes step-N -> publish ---> done
                 a failure of any rank is the failure of all, in the words of the first that failed
+
+What each rank has written comes to rank 0 with the first stop, for the manifest.
 
     in a writer process    StoreCommit   over the store at which the writers have met
     in the trainer         GroupCommit   over its group for checkpoints
 """
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 
 import torch.distributed as dist
@@ -22,12 +25,16 @@ from torch_checkpointing.barriers import Barrier, BarrierConfig
 from torch_checkpointing.types import RankInfo
 
 from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
+from torchtitan.components.checkpointer.integrity.digests import FileDigest
 from torchtitan.components.checkpointer.pinned.meeting import (
     ALL_HERE,
     committed_key,
     OtherRankFailedError,
     written_key,
 )
+
+Files = Mapping[str, FileDigest]
+"""What was written, by name in the checkpoint."""
 
 
 class _Stop(IntEnum):
@@ -43,10 +50,20 @@ class Commit(ABC):
         self._rank = rank_info.role_rank
         self._num_ranks = rank_info.role_world_size
         self._next = _Stop.WRITTEN
+        self._files: Files = {}
 
-    def agree(self) -> None:
-        """Wait until every rank has written. Raises ``OtherRankFailedError``."""
+    def agree(self, files: Files) -> Files:
+        """Wait until every rank has written its ``files``. Raises ``OtherRankFailedError``.
+
+        Returns:
+            those of all ranks on rank 0, and none elsewhere.
+        """
+        self._files = files
         self._pass(_Stop.WRITTEN, None)
+        if self._rank != 0:
+            return {}
+        # After the stop: what fails here, the others hear of at the next one.
+        return _together([files] if self._num_ranks == 1 else self._of_all_ranks())
 
     def publish(self) -> None:
         """Wait until rank 0 has given the save its name. Raises ``OtherRankFailedError``."""
@@ -74,6 +91,30 @@ class Commit(ABC):
     def _meet(self, stop: _Stop, failure: str | None) -> str | None:
         """Tell the others ``failure``; the failure of all, or None."""
 
+    @abstractmethod
+    def _of_all_ranks(self) -> list[Files]:
+        """On rank 0, once: the files of each rank, of which ``_meet`` has told."""
+
+
+def _together(files_of_ranks: Iterable[Files]) -> Files:
+    found: dict[str, FileDigest] = {}
+    for files in files_of_ranks:
+        for name, digest in files.items():
+            if found.setdefault(name, digest) != digest:
+                raise ValueError(
+                    f"two ranks have written {name}, each of them something else; give them different "
+                    "layouts"
+                )
+    return found
+
+
+def _as_text(files: Files) -> str:
+    return json.dumps({name: astuple(digest) for name, digest in files.items()})
+
+
+def _from_text(text: bytes) -> Files:
+    return {name: FileDigest(*values) for name, values in json.loads(text).items()}
+
 
 class StoreCommit(Commit):
     """Between writer processes, over the store at which they have met."""
@@ -89,6 +130,29 @@ class StoreCommit(Commit):
         }
 
     def _meet(self, stop: _Stop, failure: str | None) -> str | None:
+        if stop is not _Stop.WRITTEN or failure is not None:
+            return self._outcome(stop, failure)
+        # Before it arrives: when all have, rank 0 looks for them, and takes them away.
+        self._store.set(self._files_of(self._rank), _as_text(self._files))
+        outcome = "nobody looks for them"
+        try:
+            outcome = self._outcome(stop, None)
+        finally:
+            if outcome is not None:
+                self._store.delete_key(self._files_of(self._rank))
+        return outcome
+
+    def _of_all_ranks(self) -> list[Files]:
+        keys = [self._files_of(rank) for rank in range(self._num_ranks)]
+        found = [_from_text(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def _files_of(self, rank: int) -> str:
+        return f"{self._verdicts[_Stop.WRITTEN]}/files/{rank}"
+
+    def _outcome(self, stop: _Stop, failure: str | None) -> str | None:
         verdict = self._verdicts[stop]
         if failure is not None:
             self._store.compare_set(verdict, "", failure)
@@ -116,12 +180,17 @@ class GroupCommit(Commit):
     def __init__(self, rank_info: RankInfo, group: "dist.ProcessGroup | None") -> None:
         super().__init__(rank_info)
         self._group = group
+        self._gathered: list[Files] = []
 
     def _meet(self, stop: _Stop, failure: str | None) -> str | None:
         if stop is _Stop.WRITTEN:
-            found = gather(failure, self._group)
-            return next((one for one in found if one is not None), None)
+            found = gather((failure, dict(self._files)), self._group)
+            self._gathered = [files for _, files in found]
+            return next((one for one, _ in found if one is not None), None)
         return rank_zero_decides(lambda: failure, self._group)
+
+    def _of_all_ranks(self) -> list[Files]:
+        return self._gathered
 
 
 @dataclass
@@ -139,13 +208,14 @@ class CommitBarrier(Barrier):
     """Stands where the library waits for all ranks: between the files and the final name."""
 
     commit: Commit
-    may_publish: Callable[[], None]
-    """Called last; what it raises prevents the final name."""
+    written: Callable[[], Files]
+    """What this rank has written."""
+    prepare: Callable[[Files], None]
+    """Called last, on rank 0 with the files of all ranks; what it raises prevents the final name."""
 
     def __init__(self, config: BarrierConfig) -> None:
         """Nothing to set up: a save brings its own commit."""
 
     def execute_barrier(self, timeout_secs: int) -> None:
         """Let rank 0 go on to the final name. The wait is limited by the store or the group."""
-        self.commit.agree()
-        self.may_publish()
+        self.prepare(self.commit.agree(self.written()))

@@ -3,7 +3,9 @@
     Backend                   puts the parts below together, which the library's manager has no way to be told
       Metadata                the library gathers on CUDA only, and keeps the metadata of the first save for life
       PlainMetadata           metadata.pkl holds plain values; the library would run what it was made to hold
-      WholeReader             without metadata.pkl the library reads this rank's own file, whatever the layout
+      WholeReader             without metadata.pkl the library reads this rank's own file, whatever the layout;
+                              what has no metadata it reads as a pickle that may call anything
+      CheckedStorage          the library takes what it reads for what was written, whatever has become of it
       Resharder               see resharder.py
       Saver, SharedMemory, Process   see background.py
 
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch_checkpointing.checkpoint_base import CheckpointInfo
+from torch_checkpointing.checkpoint_layout import TorchSerialization
 from torch_checkpointing.checkpoint_loader import CheckpointLoader
 from torch_checkpointing.checkpoint_manager import CheckpointManager
 from torch_checkpointing.checkpoint_reader import CheckpointReader
@@ -42,9 +45,13 @@ from torch_checkpointing.storage.base_storage import Storage
 from torch_checkpointing.types import NestedPath, RankInfo
 
 from torchtitan.components.checkpointer.agreement import gather
-from torchtitan.components.checkpointer.errors import CheckpointReadError
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError
+from torchtitan.components.checkpointer.integrity.manifest import Head
+from torchtitan.components.checkpointer.integrity.verification import Verification
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
+from torchtitan.components.checkpointer.screening import load_plain
 from torchtitan.components.checkpointer.tc.background import Process, Saver, SharedMemory
+from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.commit import GroupCommit
 from torchtitan.components.checkpointer.tc.index import MARKER
 from torchtitan.components.checkpointer.tc.leaves import leaves
@@ -86,6 +93,8 @@ class Backend(CheckpointManager):
     """The library's manager with other parts; what it does with them stays as it is."""
 
     def __init__(self, config: BackendConfig) -> None:
+        self.head: Head | None = None
+        """What the next save is; None saves without a manifest."""
         # Not the library's own construction: it knows one metadata manager, and starts its process.
         self._config = config
         self._schema = _CheckpointSchema(items=config.items, default=config.default)
@@ -111,20 +120,29 @@ class Backend(CheckpointManager):
             init = None if init_fn is None else (init_fn, config.subprocess_init_args)
             self._saver = Saver(
                 SharedMemory(config.stager),
-                Process(args, init, self._require_written),
+                Process(args, init, self._require_written, lambda: self.head),
                 self._metadata,
                 config.save.wait_timeout_secs or 600.0,
             )
         else:
-            writer = Writer(args, lambda: GroupCommit(rank_info, config.group))
+            writer = Writer(
+                args,
+                lambda: GroupCommit(rank_info, config.group),
+                find_head=lambda: self.head,
+            )
             self._saver = SyncCheckpointSaver(writer, self._metadata)
-        self._reader = WholeReader(rank_info, self._storage_config)
+        self._checked = CheckedStorage(self._storage_config.create_storage())
+        self._reader = WholeReader(rank_info, self._storage_config, storage=self._checked)
         self._loader = CheckpointLoader(self._reader, self._metadata)
 
     def _require_written(self, path: str) -> None:
         if self._rank == 0:
             # Else a storage in memory would be that of the writer process, and all of it lost.
             require_checkpoint(self._storage_config.create_storage(), path)
+
+    def check_with(self, verification: Verification | None) -> None:
+        """Check what the following loads read of the checkpoint that ``verification`` is of."""
+        self._checked.verification = verification
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
         """Take memory for ``checkpoint``, and start the writer process, while nothing is saved."""
@@ -243,7 +261,7 @@ class PlainMetadata(TorchDistributedMetadataFormat):
 
     @classmethod
     def maybe_load(cls, checkpoint_dir: Path, storage: Storage) -> DistributedMetadata | None:
-        """Its contents, or None where there is none. Raises CheckpointReadError if it is damaged."""
+        """Its contents, or None where there is none. Raises CheckpointDamagedError if it is damaged."""
         path = checkpoint_dir / MARKER
         if not storage.exists(path):
             return None
@@ -252,14 +270,21 @@ class PlainMetadata(TorchDistributedMetadataFormat):
             return DistributedMetadata.from_dict(content)
         except Exception as error:
             # Plain values that do not fit together raise whatever they happen to lack.
-            raise CheckpointReadError(
+            raise CheckpointDamagedError(
                 f"The index {path} is not one that torch_checkpointing writes: {error!r}; if it is damaged, "
                 "move it away."
             ) from error
 
 
 class WholeReader(CheckpointReader):
-    """Insists on metadata."""
+    """Insists on metadata, and on files that are data."""
 
     _METADATA_FORMATS = (PlainMetadata,)
     _REQUIRE_METADATA = True
+
+    def _load_full_file(
+        self, file_path: Path, layout_info: Any, *, map_location: Any = None
+    ) -> Any:
+        if not isinstance(layout_info.serialization_format, TorchSerialization):
+            return super()._load_full_file(file_path, layout_info, map_location=map_location)
+        return load_plain(self._storage.read(file_path), str(file_path), map_location)

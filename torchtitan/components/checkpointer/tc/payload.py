@@ -5,6 +5,7 @@ is a copy, as the state is now. What is the same on all ranks is written by the 
 that a thousand ranks do not write a thousand equal files.
 """
 
+import copy
 import hashlib
 import io
 import pickle
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.nesting import encode
+from torchtitan.components.checkpointer.screening import require_plain
 from torchtitan.components.checkpointer.state import flatten_states, MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.tc.leaves import leaves, require_distinct_names
 
@@ -62,14 +64,13 @@ def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
         value = state.state_dict() if isinstance(state, Stateful) else state
         _require_readable(value)
         if key in (MODEL, OPTIMIZER):
+            _require_plain(value, key)
             return value, None
         value = encode(value)
+        _require_plain(value, key)
         require_distinct_names(key, value)
         if not _has_shards(value):
             return value, _digest(value)
-        for _, leaf in leaves(value):
-            if not isinstance(leaf, torch.Tensor):
-                pickle.dumps(leaf)  # what cannot be is found here, before a save has begun
         return value, None
     except Exception as error:
         raise RuntimeError(
@@ -106,6 +107,35 @@ def _require_readable(tree: Any) -> None:
                 f"{name} is a tensor of type {type(local).__name__} ({local.layout}, {local.dtype}), which "
                 "torch_checkpointing cannot read back; save it as a plain tensor"
             )
+
+
+def _require_plain(tree: Any, name: str) -> None:
+    """Refuse what no load would take, and what cannot be written at all, before a save has begun."""
+    if isinstance(tree, torch.Tensor):
+        # What somebody has noted on a tensor goes into the file with it.
+        if noted := getattr(tree, "__dict__", None):
+            require_plain(dict(noted), name)
+        return
+    if not isinstance(tree, (Mapping, list)):
+        require_plain(tree, name)
+        return
+    if type(tree) not in (dict, list):
+        require_plain(_emptied(tree), name)
+    entries = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for key, value in entries:
+        if type(key) not in (str, int):
+            require_plain(key, f"a key of {name}")
+        _require_plain(value, f"{name}.{key}")
+
+
+def _emptied(container: Any) -> Any:
+    """A container of the same kind with nothing in it; ``container`` itself if that cannot be had."""
+    try:
+        other = copy.copy(container)
+        other.clear()
+    except Exception:  # of any class that somebody has made
+        return container
+    return other
 
 
 _KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

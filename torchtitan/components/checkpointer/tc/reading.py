@@ -30,10 +30,12 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
 from torchtitan.components.checkpointer.errors import (
     cause_of,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     CheckpointReadError,
 )
 from torchtitan.components.checkpointer.matching import require_match
+from torchtitan.components.checkpointer.screening import load_plain
 from torchtitan.components.checkpointer.source import require_step, Source
 from torchtitan.components.checkpointer.state import (
     flatten_states,
@@ -42,6 +44,7 @@ from torchtitan.components.checkpointer.state import (
     require_known,
     TRAIN_STATE,
 )
+from torchtitan.components.checkpointer.tc.faults import fault
 from torchtitan.components.checkpointer.tc.index import MARKER
 from torchtitan.components.checkpointer.tc.leaves import leaves, name_of, Nested, path_of
 from torchtitan.components.checkpointer.tc.library import PlainMetadata
@@ -72,22 +75,22 @@ def look(storage: Storage, path: str, *, unneeded: Set[str] = frozenset()) -> Sa
         unneeded: the items whose values stay unread.
 
     Raises:
-        CheckpointReadError: they cannot be read.
+        CheckpointDamagedError: they are not what was saved.
+        CheckpointReadError: they cannot be read now, or not here.
     """
-    metadata = PlainMetadata.maybe_load(Path(path), storage)
+    try:
+        metadata, names = PlainMetadata.maybe_load(Path(path), storage), storage.ls(Path(path))
+    except OSError as error:
+        raise fault(error, path) from error
     if metadata is None:
-        raise CheckpointReadError(
+        raise CheckpointDamagedError(
             f"There is no index {path}/{MARKER}. The path must be one checkpoint, a step-N directory."
         )
     outline = dict(_tensors(metadata, path))
     values: dict[str, Any] = {}
-    files = [
-        found
-        for found in _files_with_values(metadata, storage.ls(Path(path)))
-        if found[0] not in unneeded
-    ]
+    files = [found for found in _files_with_values(metadata, names) if found[0] not in unneeded]
     if gone := sorted(metadata.metadata.keys() - unneeded - {key for key, _ in files}):
-        raise CheckpointReadError(
+        raise CheckpointDamagedError(
             f"{path} is damaged: there are no files {', '.join(f'{key}_*.pt' for key in gone)}, of which its "
             "index tells. Move it away and start again to resume from the one before it."
         )
@@ -137,7 +140,9 @@ def restore(
 
     Raises:
         CheckpointMismatchError: the checkpoint holds other state, or another step.
-        CheckpointReadError: it cannot be read.
+        CheckpointDamagedError: it is not what was saved. Of ``states`` no more has changed than the
+            contents of tensors.
+        CheckpointReadError: it cannot be read now.
     """
     started_at = time.monotonic()
     other_keys = frozenset(states) - {MODEL}
@@ -270,13 +275,9 @@ def _read(storage: Storage, path: Path) -> Any:
     """What is in a file, its tensors without their contents."""
     try:
         with storage.stream_read(path, ReadArgs(pre_read_full_file=False)) as stream:
-            return torch.load(cast(IO[bytes], stream), map_location="meta", weights_only=False)
+            return load_plain(cast(IO[bytes], stream), str(path), map_location="meta")
     except Exception as error:
-        # Damaged files raise whatever their bytes happen to spell.
-        raise CheckpointReadError(
-            f"Could not read {path}: {error!r}. If it is damaged, move the checkpoint away and start again "
-            "to resume from the one before it."
-        ) from error
+        raise fault(error, str(path)) from error
 
 
 def _read_on_all_ranks(
@@ -288,12 +289,18 @@ def _read_on_all_ranks(
     except Exception as error:
         failure = portable(error)
     found = gather(failure, group)
-    for rank, error in enumerate(found):
-        if error is not None:
-            raise CheckpointReadError(
-                f"Could not read the checkpoint {path}: rank {rank}: {cause_of(error)}. If it is damaged, "
-                "move it away and start again to resume from the one before it."
-            ) from error
+    failures = [(rank, error) for rank, error in enumerate(found) if error is not None]
+    if not failures:
+        return
+    # Damage on any rank is damage of the checkpoint, and an older one may do for all.
+    damages = [each for each in failures if isinstance(each[1], _DAMAGE)]
+    rank, error = (damages or failures)[0]
+    said = str(error) if isinstance(error, CheckpointReadError) else f"{cause_of(error)}."
+    kind = CheckpointDamagedError if damages else CheckpointReadError
+    raise kind(f"Could not read the checkpoint {path}: rank {rank}: {said}") from error
+
+
+_DAMAGE = (CheckpointDamagedError, FileNotFoundError)
 
 
 def _put(key: str, tree: Any, saved: Saved) -> Any:

@@ -9,6 +9,7 @@ is true of every run, or passes over without a word, is settled here before a by
   is always the same, which reads only what it needs.
 - Tensors that begin at the same address are taken for one, and all but the last of them are left out.
   Here only those are that are the same tensor.
+- A file is read as a pickle that may call anything. Here it is data or it is refused (screening.py).
 """
 
 import math
@@ -16,12 +17,21 @@ from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, IO
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard, Shard
-from torch_checkpointing.default_resharder import _collect_leaf_values, DefaultResharder
+from torch_checkpointing.checkpoint_layout import LayoutInfo, TorchSerialization
+from torch_checkpointing.default_resharder import (
+    _collect_leaf_values,
+    _flatten_state_dict,
+    _read_source_tensor_slice,
+    _slice_source_tensor,
+    _unwrap_dtensor,
+    _validate_offset_read_archive,
+    DefaultResharder,
+)
 from torch_checkpointing.distributed_metadata import (
     DistributedItemMetadata,
     GlobalObjectMetadata,
@@ -34,12 +44,15 @@ from torch_checkpointing.dtensor_metadata import (
 )
 from torch_checkpointing.resharding import LoadPlan
 from torch_checkpointing.resharding_utils import convert_nested_path_dict_to_fqn
-from torch_checkpointing.storage.base_storage import Storage
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 from torch_checkpointing.types import CheckpointPath, NestedPath
 from torch_checkpointing.walk_utils import walk_checkpoint_structure
 
-from torchtitan.components.checkpointer.errors import CheckpointReadError
+from torchtitan.components.checkpointer.screening import load_plain
+from torchtitan.components.checkpointer.tc.faults import fault
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
+
+_Slice = tuple[NestedPath, LoadPlan, torch.Tensor]
 
 
 class Resharder(DefaultResharder):
@@ -101,20 +114,51 @@ class Resharder(DefaultResharder):
             )
 
     def _read_source_slices_with_offset_reads(
-        self, file_path: Path, *arguments: Any, **keywords: Any
-    ) -> Generator[tuple[NestedPath, LoadPlan, torch.Tensor], None, None]:
+        self,
+        file_path: Path,
+        layout_info: LayoutInfo,
+        source_rank: int,
+        item_key: str,
+        rank_plans: list[tuple[NestedPath, LoadPlan]],
+        storage: Storage,
+        safetensors_header: Any = None,
+    ) -> Generator[_Slice, None, None]:
         with _named_in_errors(file_path):
-            yield from super()._read_source_slices_with_offset_reads(
-                file_path, *arguments, **keywords
-            )
+            if not isinstance(layout_info.serialization_format, TorchSerialization):
+                yield from super()._read_source_slices_with_offset_reads(
+                    *(file_path, layout_info, source_rank, item_key),
+                    *(rank_plans, storage, safetensors_header),
+                )
+                return
+            how = ReadArgs(pre_read_full_file=False, direct_io=True)
+            with storage.stream_read(file_path, how) as stream:
+                _validate_offset_read_archive(stream)
+                tree = load_plain(cast(IO[bytes], stream), str(file_path), map_location="meta")
+                sources = _flatten_state_dict(item_key, tree)
+                for path, plan in rank_plans:
+                    source = sources[plan.src_fqn]
+                    yield path, plan, _read_source_tensor_slice(stream, source, plan)
 
     def _read_source_slices_with_full_file_read(
-        self, file_path: Path, *arguments: Any, **keywords: Any
-    ) -> list[tuple[NestedPath, LoadPlan, torch.Tensor]]:
+        self,
+        file_path: Path,
+        layout_info: LayoutInfo,
+        item_key: str,
+        rank_plans: list[tuple[NestedPath, LoadPlan]],
+        storage: Storage,
+    ) -> list[_Slice]:
         with _named_in_errors(file_path):
-            return super()._read_source_slices_with_full_file_read(
-                file_path, *arguments, **keywords
-            )
+            if not isinstance(layout_info.serialization_format, TorchSerialization):
+                return super()._read_source_slices_with_full_file_read(
+                    file_path, layout_info, item_key, rank_plans, storage
+                )
+            content = storage.read(file_path, ReadArgs(pre_read_full_file=False))
+            tree = load_plain(content, str(file_path), map_location="cpu")
+            sources = _flatten_state_dict(item_key, tree)
+            return [
+                (path, plan, _slice_source_tensor(_unwrap_dtensor(sources[plan.src_fqn]), plan))
+                for path, plan in rank_plans
+            ]
 
 
 @contextmanager
@@ -123,8 +167,8 @@ def _named_in_errors(path: Path) -> Generator[None]:
         yield
     except NotImplementedError:
         raise  # the library's sign to itself to read all of the file
-    except Exception as error:  # damaged files raise whatever their bytes happen to spell
-        raise CheckpointReadError(f"{path.name}: {error!r}") from error
+    except Exception as error:
+        raise fault(error, str(path)) from error
 
 
 def _detached(tree: Any) -> Any:

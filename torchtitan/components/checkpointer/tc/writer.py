@@ -1,7 +1,8 @@
 """Write one rank's files of a checkpoint, and let it count only when all ranks have written.
 
     CheckpointWriter (the library's): files and metadata.pkl -> tmp_step-N -> barrier -> rename
-    Writer: its barrier is a stop of commit.py, and what fails anywhere is told to the other ranks
+    Writer: its barrier is a stop of commit.py, and what fails anywhere is told to the other ranks;
+            every file is hashed on its way, and rank 0 writes manifest.json before the rename
 
 It runs in the writer process (writer_main.py) and, for saves that training waits for, in the trainer.
 """
@@ -13,15 +14,30 @@ from typing import Any
 
 from torch_checkpointing.checkpoint_base import CheckpointWriteInfo
 from torch_checkpointing.checkpoint_layout import LayoutInfo
-from torch_checkpointing.checkpoint_writer import CheckpointWriter, CheckpointWriterArgs
+from torch_checkpointing.checkpoint_writer import (
+    _temp_dir_path,
+    CheckpointWriter,
+    CheckpointWriterArgs,
+)
 from torch_checkpointing.storage.base_storage import Storage
 
-from torchtitan.components.checkpointer.tc.commit import Commit, CommitBarrier, CommitBarrierConfig
+from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
+from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
+from torchtitan.components.checkpointer.tc.commit import (
+    Commit,
+    CommitBarrier,
+    CommitBarrierConfig,
+    Files,
+)
 from torchtitan.components.checkpointer.tc.compact import compact
 
 
 def _anybody() -> None:
     """The check of a writer that nobody can outlive."""
+
+
+def _nothing_known() -> None:
+    """The head of a checkpoint that gets no manifest."""
 
 
 def require_checkpoint(storage: Storage, path: str) -> None:
@@ -45,13 +61,21 @@ class Writer(CheckpointWriter):
         args: CheckpointWriterArgs,
         new_commit: Callable[[], Commit],
         may_publish: Callable[[], None] = _anybody,
+        find_head: Callable[[], Head | None] = _nothing_known,
     ) -> None:
-        """``may_publish`` is called before the final name; what it raises prevents that."""
+        """
+        Args:
+            may_publish: called before the final name; what it raises prevents that.
+            find_head: says what is saved, when a save begins; None is a checkpoint without a manifest.
+        """
         is_committed = args.config.barrier_config is not None
         barrier = CommitBarrierConfig() if is_committed else None
         super().__init__(replace(args, config=replace(args.config, barrier_config=barrier)))
+        self._checked = CheckedStorage(self._storage)
+        self._storage: Storage = self._checked
         self._new_commit = new_commit
         self._may_publish = may_publish
+        self._find_head = find_head
 
     def write(self, path: str, checkpoint_info: CheckpointWriteInfo) -> None:
         """Write the checkpoint at ``path``; returns when it is durable on all ranks.
@@ -59,12 +83,21 @@ class Writer(CheckpointWriter):
         Raises:
             OtherRankFailedError: another rank failed.
         """
+        self._checked.forget_written()  # what a save that failed has left
+        folder, head = self._folder(path), self._find_head()
         barrier = self._barrier
         if not isinstance(barrier, CommitBarrier):
             super().write(path, checkpoint_info)
+            self._write_manifest(folder, head, self._checked.written_below(folder))
             return
+
+        def prepare(files: Files) -> None:
+            self._write_manifest(folder, head, files)
+            self._may_publish()  # last, because everything before it takes its time
+
         barrier.commit = commit = self._new_commit()
-        barrier.may_publish = self._may_publish
+        barrier.written = lambda: self._checked.written_below(folder)
+        barrier.prepare = prepare
         try:
             super().write(path, checkpoint_info)
             if self._args.rank_info.role_rank == 0:
@@ -74,6 +107,17 @@ class Writer(CheckpointWriter):
             commit.fail(error)
             raise
         commit.publish()
+
+    def _folder(self, path: str) -> Path:
+        """Where the files lie until they are published."""
+        config = self._args.config
+        if not config.write_to_temp_dir:
+            return Path(path)
+        return _temp_dir_path(Path(path), config.temp_dir_prefix)
+
+    def _write_manifest(self, folder: Path, head: Head | None, files: Files) -> None:
+        if head is not None and self._args.rank_info.role_rank == 0:
+            self._storage.write(folder / MANIFEST, render(Manifest(head, dict(files))))
 
     def _write_key(
         self, key: str, layout_info: LayoutInfo, full_path: Path, data_to_serialize: Any

@@ -18,6 +18,7 @@ from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs
 from torch_checkpointing.logging_utils import EventLogger, EventType
 from torch_checkpointing.types import RankInfo
 
+from torchtitan.components.checkpointer.integrity.manifest import Head
 from torchtitan.components.checkpointer.pinned import serving
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import connect, Meeting
@@ -44,6 +45,8 @@ class Job:
     """By item."""
     metadata: bytes | None
     """The contents of metadata.pkl."""
+    head: Head | None
+    """What manifest.json begins with; None for none."""
     log_context: dict[str, Any]
     """What the library stamps on its events."""
     init: tuple[Callable[..., None], tuple[Any, ...]] | None
@@ -100,7 +103,12 @@ def save(request: Request, arena: Arena, joined: Joined, trainer_pid: int) -> No
             key: CheckpointItem(value=value, layout=job.layouts.get(key))
             for key, value in restore(payload, arena, build_shard).items()
         }
-        writer = Writer(job.args, lambda: commit, lambda: serving.require_trainer(trainer_pid))
+        writer = Writer(
+            job.args,
+            lambda: commit,
+            lambda: serving.require_trainer(trainer_pid),
+            lambda: job.head,
+        )
         info = CheckpointWriteInfo(items, serialized_distributed_metadata=job.metadata)
         tell = EventLogger()
         _logger.info("Writing", extra=tell(EventType.CHECKPOINT_WRITE_START))

@@ -14,7 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch_checkpointing.checkpoint_base import CheckpointInfo, CheckpointItem
 from torch_checkpointing.types import RankInfo
 from torchtitan.components.checkpointer import torch_checkpointing
-from torchtitan.components.checkpointer.tc.commit import Commit, GroupCommit
+from torchtitan.components.checkpointer.integrity.digests import digest_of
+from torchtitan.components.checkpointer.tc.commit import Commit, Files, GroupCommit
 from torchtitan.components.checkpointer.tc.library import Metadata
 from torchtitan.components.checkpointer.tc.payload import payload_of
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
@@ -35,11 +36,16 @@ def end_of(action: Callable[..., Any], *arguments: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def written(*ranks: int) -> Files:
+    return {f"model_{rank}.pt": digest_of(bytes([rank])) for rank in ranks}
+
+
 def commits() -> dict[str, Any]:
     named: list[int] = []
+    known: list[Files] = []
 
     def save(commit: Commit, rank: int) -> None:
-        commit.agree()
+        known.append(commit.agree(written(rank)))
         if rank == 0:
             named.append(rank)
         commit.publish()
@@ -50,7 +56,7 @@ def commits() -> dict[str, Any]:
         save(commit, rank)
 
     def fail_to_name(commit: Commit, rank: int) -> None:
-        commit.agree()
+        commit.agree({})
         if rank == 0:
             raise OSError("taken")
         commit.publish()
@@ -72,7 +78,7 @@ def commits() -> dict[str, Any]:
 
     # Twice a save in the end: after a failure nobody is out of step.
     actions = [save, fail_to_write, fail_to_name, fail_twice, save]
-    return {"ends": [on_group(action) for action in actions], "named": named}
+    return {"ends": [on_group(action) for action in actions], "named": named, "known": known}
 
 
 def payloads() -> dict[str, Any]:
@@ -183,6 +189,11 @@ def test_trainers_that_write_by_themselves_save_all_or_none(ranks: list[dict[str
         ["saved", told.format(1, "full"), told.format(0, "taken"), "OSError: full on 2", "saved"],
     ]
     assert ranks[0]["commits"]["named"] == [0, 0]
+    assert [each["commits"]["known"] for each in ranks] == [
+        [written(0, 1, 2)] * 2,
+        [{}] * 2,
+        [{}] * 2,
+    ]
 
 
 def test_what_is_equal_on_ranks_is_of_the_lowest_of_them_alone(ranks: list[dict[str, Any]]) -> None:

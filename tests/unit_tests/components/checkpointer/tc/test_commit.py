@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, HealthCheck, settings, strategies as st
 from torch_checkpointing.types import RankInfo
+from torchtitan.components.checkpointer.integrity.digests import digest_of
 from torchtitan.components.checkpointer.pinned.meeting import (
     Meeting,
     open_store,
@@ -22,6 +23,7 @@ from torchtitan.components.checkpointer.tc.commit import (
     Commit,
     CommitBarrier,
     CommitBarrierConfig,
+    Files,
     GroupCommit,
     StoreCommit,
 )
@@ -31,6 +33,11 @@ Connect = Callable[[int], dist.Store]
 
 WORLD = 3
 FULL = "rank {}: OSError: no space left"
+
+
+def written(*ranks: int) -> Files:
+    """What these ranks have written, each one file of more than a block."""
+    return {f"model_{rank}.pt": digest_of(bytes([rank]) * 5_000_000) for rank in ranks}
 
 
 def info(rank: int, world_size: int = WORLD) -> RankInfo:
@@ -49,6 +56,10 @@ class Save:
     """By rank: saved, or what it failed with."""
     named_before: dict[int, bool] = field(default_factory=dict)
     """By rank that saved: whether the checkpoint had its name by then."""
+    files: dict[int, Files] = field(default_factory=dict)
+    """By rank: what it writes."""
+    known: dict[int, Files] = field(default_factory=dict)
+    """By rank: what it knows that all have written."""
 
     def on(self, rank: int, fails: str = "") -> None:
         """Write as ``rank``, which ``fails`` before it has written or when it names the checkpoint."""
@@ -56,7 +67,7 @@ class Save:
         try:
             if fails == "writing":
                 raise OSError("no space left")
-            commit.agree()
+            self.known[rank] = commit.agree(self.files.get(rank, {}))
             if fails == "naming":
                 raise OSError("no space left")
             if rank == 0:
@@ -129,6 +140,38 @@ def test_nobody_has_saved_before_the_checkpoint_has_its_name(
         assert save.named == [0] and all(save.named_before.values())
 
 
+def test_what_all_ranks_have_written_comes_to_rank_0_and_stays_in_no_store(
+    connect: Connect,
+) -> None:
+    before = connect(0).num_keys()
+    for attempt in (1, 2):
+        save = Save(connect, attempt, files={rank: written(rank) for rank in range(WORLD)})
+        save.all_at_once()
+        assert save.known == {0: written(0, 1, 2), 1: {}, 2: {}}
+    # Of each save the two verdicts are left, and the count of the arrivals.
+    assert connect(0).num_keys() == before + 2 * 3
+
+
+@pytest.mark.parametrize("fails", ["writing", "naming"])
+def test_what_was_written_stays_in_no_store_when_a_save_fails(connect: Connect, fails: str) -> None:
+    before = connect(0).num_keys()
+    save = Save(connect, files={rank: written(rank) for rank in range(WORLD)})
+    save.all_at_once(rank_0=fails)
+    assert "saved" not in save.ends.values()
+    assert connect(0).num_keys() <= before + 3
+
+
+def test_two_ranks_that_write_one_file_must_write_the_same(connect: Connect) -> None:
+    same = Save(connect, 1, files={0: written(0), 1: written(0)})
+    same.all_at_once()
+    assert same.known[0] == written(0)
+    other = Save(connect, 2, files={0: written(0), 2: {"model_0.pt": digest_of(b"other")}})
+    other.all_at_once()
+    said = "two ranks have written model_0.pt, each of them something else; give them different layouts"
+    told = f"rank 0: ValueError: {said}"
+    assert other.ends == {0: f"own: {said}", 1: told, 2: told} and other.named == []
+
+
 @pytest.mark.parametrize("failing", range(WORLD))
 def test_a_rank_that_cannot_write_fails_all_and_no_name_is_given(
     failing: int,
@@ -187,7 +230,7 @@ def test_a_rank_that_comes_when_the_others_have_given_up_does_not_save_alone() -
 def test_ranks_that_wait_for_the_name_give_up_for_good() -> None:
     store = in_memory(0.1)(0)
     early = [StoreCommit(info(rank), store, 1) for rank in range(WORLD)]
-    end_all([threading.Thread(target=commit.agree) for commit in early])
+    end_all([threading.Thread(target=commit.agree, args=({},)) for commit in early])
     with pytest.raises(RuntimeError, match="(?i)timeout"):
         early[1].publish()
     with pytest.raises(OtherRankFailedError, match="(?i)rank 1: .*timeout"):
@@ -204,7 +247,7 @@ def test_the_death_of_a_writer_ends_the_wait_for_it(meeting: Meeting, has_writte
     if has_written:
         # The writer of rank 0 dies between its files and the name.
         commit = StoreCommit(info(0), save.connect(0), 4)
-        threads.append(threading.Thread(target=commit.agree))
+        threads.append(threading.Thread(target=commit.agree, args=({},)))
     for thread in threads:
         thread.start()
     if has_written:
@@ -235,11 +278,14 @@ def test_a_failure_that_all_know_of_is_not_told_again() -> None:
     met: list[str | None] = []
 
     class Told(Commit):
+        def _of_all_ranks(self) -> list[Files]:
+            return []
+
         def _meet(self, stop: Any, failure: str | None) -> str | None:
             met.append(failure)
             return failure or "rank 1: OSError: full"
 
-    for begin in (lambda commit: commit.agree(), lambda commit: commit.fail(OSError("own"))):
+    for begin in (lambda commit: commit.agree({}), lambda commit: commit.fail(OSError("own"))):
         commit = Told(info(0))
         with contextlib.suppress(OtherRankFailedError):
             begin(commit)
@@ -249,11 +295,14 @@ def test_a_failure_that_all_know_of_is_not_told_again() -> None:
 
 def test_one_rank_agrees_with_nobody_and_meets_nobody() -> None:
     class Unused(Commit):
+        def _of_all_ranks(self) -> list[Files]:
+            raise AssertionError("there is nobody else who has written")
+
         def _meet(self, stop: Any, failure: str | None) -> str | None:
             raise AssertionError("there is nobody to meet")
 
     commit = Unused(info(0, 1))
-    commit.agree()
+    assert commit.agree(written(0)) == written(0)
     commit.publish()
     commit.fail(OSError("too late to matter"))
     failed = Unused(info(0, 1))
@@ -265,12 +314,14 @@ def test_the_barrier_of_a_writer_is_the_first_stop_of_its_commit() -> None:
     order: list[str] = []
 
     class Noted(GroupCommit):
-        def agree(self) -> None:
-            order.append("agree")
+        def agree(self, files: Files) -> Files:
+            order.append(f"agree on {[*files]}")
+            return written(0, 1)
 
     barrier = CommitBarrierConfig().create_barrier(info(0))
     assert isinstance(barrier, CommitBarrier)
     barrier.commit = Noted(info(0), None)
-    barrier.may_publish = lambda: order.append("may publish")
+    barrier.written = lambda: written(0)
+    barrier.prepare = lambda files: order.append(f"prepare {[*files]}")
     barrier.execute_barrier(0)
-    assert order == ["agree", "may publish"]
+    assert order == ["agree on ['model_0.pt']", "prepare ['model_0.pt', 'model_1.pt']"]

@@ -14,7 +14,7 @@ from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs, Checkpoi
 from torch_checkpointing.types import RankInfo
 from torchtitan.components.checkpointer.pinned.meeting import OtherRankFailedError
 from torchtitan.components.checkpointer.pinned.serving import require_trainer, TrainerGoneError
-from torchtitan.components.checkpointer.tc.commit import Commit, StoreCommit
+from torchtitan.components.checkpointer.tc.commit import Commit, Files, StoreCommit
 from torchtitan.components.checkpointer.tc.storage import DurableStorage, DurableStorageConfig
 from torchtitan.components.checkpointer.tc.writer import Writer
 
@@ -49,8 +49,9 @@ class Noted(Commit):
         if what == self.failing:
             raise OtherRankFailedError("rank 1: OSError: full")
 
-    def agree(self) -> None:
+    def agree(self, files: Files) -> Files:
         self._note("agree")
+        return files
 
     def publish(self) -> None:
         self._note("publish")
@@ -60,6 +61,9 @@ class Noted(Commit):
 
     def _meet(self, stop: Any, failure: str | None) -> str | None:
         raise AssertionError("its callers are replaced")
+
+    def _of_all_ranks(self) -> list[Files]:
+        raise AssertionError("its caller is replaced")
 
 
 def test_the_name_is_given_after_all_have_written_and_told_before_it_counts(
@@ -158,4 +162,5 @@ def test_writers_of_three_ranks_name_a_checkpoint_that_is_whole_or_none(
 
 
 def test_a_storage_that_travels_is_made_anew_where_it_is_needed() -> None:
-    assert isinstance(Writer(writer_args(), lambda: pytest.fail())._storage, DurableStorage)
+    writer = Writer(writer_args(), lambda: pytest.fail())
+    assert isinstance(writer._checked._storage, DurableStorage)

@@ -63,6 +63,7 @@ def job(**changes: Any) -> Job:
         args=args,
         layouts={"model": None},
         metadata=b"metadata",
+        head=None,
         log_context={"step": 9},
         init=(prepare, (1,)),
     )
@@ -143,7 +144,7 @@ def test_what_the_trainer_failed_with_is_the_failure_of_all_writers(
     with pytest.raises(OSError, match="no memory"):
         writer_main.save(failed, arena, meeting, os.getppid())
     with pytest.raises(OtherRankFailedError, match="rank 0: OSError: no memory"):
-        StoreCommit(RankInfo(1, 2, 1, 2), meeting.store, 1).agree()
+        StoreCommit(RankInfo(1, 2, 1, 2), meeting.store, 1).agree({})
     assert os.listdir(tmp_path) == []
 
 
@@ -159,7 +160,7 @@ def test_what_fails_before_the_first_file_is_told_to_the_others_too(
         writer_main.save(request, arena, meeting, os.getppid())
     assert writer_main.is_agreed(caught.value)
     with pytest.raises(OtherRankFailedError, match=f"rank 0: {type(caught.value).__name__}"):
-        StoreCommit(RankInfo(1, 2, 1, 2), meeting.store, 1).agree()
+        StoreCommit(RankInfo(1, 2, 1, 2), meeting.store, 1).agree({})
 
 
 def test_nothing_gets_its_name_when_the_trainer_is_gone(arena: Arena, tmp_path: Path) -> None:
