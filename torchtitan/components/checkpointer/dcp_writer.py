@@ -153,17 +153,24 @@ class DurableFileSystemWriter(FileSystemWriter):
         super().finish(metadata, results)
         filesystem.fsync_dir(os.fspath(self.path))
         filesystem.fsync_dir(os.path.dirname(os.fspath(self.path)))
-        if self._head is not None:
+        if self._head is None:
+            return
+        try:
             self._write_manifest(self._head, results)
+        except OSError:
+            # The save has failed, as its caller is told; so it must not count as a checkpoint.
+            filesystem.remove_file(f"{os.fspath(self.path)}/{MARKER}")
+            raise
 
     def _write_manifest(self, head: Head, results: list[list[WriteResult]]) -> None:
         files = {MARKER: self._committing_fs().digests[MARKER]}
         for written in results:
             assert isinstance(written, Written)
             files |= written.digests
+        content = render(Manifest(head=head, files=files))
         target = f"{os.fspath(self.path)}/{MANIFEST}"
         with open(f"{target}.tmp", "wb") as stream:
-            stream.write(render(Manifest(head=head, files=files)))
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         # Nobody is asked any more: the checkpoint is complete, and only becomes one to verify.
