@@ -69,8 +69,8 @@ class Housekeeping(FolderView):
 
         def act() -> list[str]:
             self._delete_replaced()
-            moved = free_name(self._storage, self.folder, checkpoint_id)
-            moved += self._leave_other_history()
+            moved = self._leave_other_history()
+            moved += free_name(self._storage, self.folder, checkpoint_id)
             self._put_back_replaced(but=checkpoint_id)
             if with_retention:
                 self._purge_stale_checkpoints(is_save_in_flight=False)

@@ -68,9 +68,7 @@ class Starting(FolderView):
                 break
             except CheckpointDamagedError as error:
                 self._pass_over(step, error)
-        if self._leaving:
-            # While it can still be prevented: nothing is moved before the first save.
-            logger.warning(self._leaving)
+        self._tell_what_leaves()
         if is_loaded:
             self._tell_changes()
         return is_loaded
@@ -146,6 +144,11 @@ class Starting(FolderView):
             lambda: Verification.begin(self._storage, source.path, mode, step=source.step)
         )
         return self._verifying
+
+    def _tell_what_leaves(self) -> None:
+        # While it can still be prevented: nothing is moved before the first save.
+        if self._leaving:
+            logger.warning(self._leaving)
 
     def _tell_changes(self) -> None:
         """Say in what the settings of this run differ from those of the one that it goes on from."""
