@@ -34,7 +34,7 @@ from torchtitan.components.checkpointer.in_flight import (
     told_as_save_error,
     wait_for_saving,
 )
-from torchtitan.components.checkpointer.integrity.manifest import head_of
+from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
 from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.pinned.settling import settle
 from torchtitan.components.checkpointer.save_report import SaveReport
@@ -214,7 +214,8 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             if last_step:
                 self._announce_last_save(curr_step)
                 self._go_synchronous()
-            self._describe(curr_step, is_full=not (last_step and self.last_save_model_only))
+            is_full = not (last_step and self.last_save_model_only)
+            self._manager.head = self._head_of(curr_step, is_full=is_full)
             self._dispatch(checkpoint_id, payload)
         if earlier_failure is not None:
             raise earlier_failure
@@ -272,12 +273,12 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             what = "Saving the full state"
         logger.info(f"{what} after the last step, {curr_step}.")
 
-    def _describe(self, curr_step: int, *, is_full: bool) -> None:
-        """Say what the save that follows is; its manifest begins with that."""
+    def _head_of(self, curr_step: int, *, is_full: bool) -> Head | None:
+        """How the manifest of a save begins; None would save without one."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         kind = "full" if is_full else "model_only"
         backend = TORCH_CHECKPOINTING.backend
-        self._manager.head = head_of(curr_step, kind, backend, world_size, self._run)
+        return head_of(curr_step, kind, backend, world_size, self._run)
 
     def _dispatch(self, checkpoint_id: str, payload: dict[str, Any]) -> None:
         assert self._report is not None

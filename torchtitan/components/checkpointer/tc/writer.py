@@ -66,7 +66,8 @@ class Writer(CheckpointWriter):
         """
         Args:
             may_publish: called before the final name; what it raises prevents that.
-            find_head: says what is saved, when a save begins; None is a checkpoint without a manifest.
+            find_head: says what is saved, when a save begins; None is a checkpoint without a manifest, of
+                which no digests are taken.
         """
         is_committed = args.config.barrier_config is not None
         barrier = CommitBarrierConfig() if is_committed else None
@@ -85,6 +86,7 @@ class Writer(CheckpointWriter):
         """
         self._checked.forget_written()  # what a save that failed has left
         folder, head = self._folder(path), self._find_head()
+        self._checked.takes_digests = head is not None
         barrier = self._barrier
         if not isinstance(barrier, CommitBarrier):
             super().write(path, checkpoint_info)
