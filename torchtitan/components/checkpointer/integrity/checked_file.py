@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from xxhash import xxh3_64
 
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError
-from torchtitan.components.checkpointer.integrity.digests import FileDigest, flat, PIECE_BYTES
+from torchtitan.components.checkpointer.integrity.digests import FileDigest, flat
 
 # An archive is read at its end and at its start by turns, often with another one before and behind.
 _KEPT_BLOCKS = 4
@@ -121,25 +121,28 @@ class CheckedFile(io.RawIOBase):
             raise ValueError(f"{self.name} is closed")
 
     def _block(self, index: int) -> memoryview:
-        """A block that is kept, checked."""
+        """All of a block, checked."""
         if index in self._kept:
             self._kept.move_to_end(index)
             return self._kept[index]
         start, end = self._digest.block_range(index)
+        memory = memoryview(b"")
         if len(self._kept) >= _KEPT_BLOCKS:
-            self._kept.popitem(last=False)
-        content = memoryview(bytearray(end - start))
-        self._read_block(index, content)
-        self._kept[index] = content
-        return content
+            # Its pages are there already, and need not be cleared once more.
+            _, memory = self._kept.popitem(last=False)
+        if len(memory) < end - start:
+            memory = memoryview(bytearray(end - start))
+        self._read_block(index, memory[: end - start])
+        self._kept[index] = memory
+        return memory
 
     def _read_block(self, index: int, target: memoryview) -> None:
+        """Read a block into ``target``, which is as long, and compare its digest."""
         start, end = self._digest.block_range(index)
         self._raw.seek(start)
-        found = xxh3_64()
-        done = 0
+        done, found = 0, xxh3_64()
         while done < len(target):
-            count = self._raw.readinto(target[done : done + PIECE_BYTES])
+            count = self._raw.readinto(target[done:])
             if not count:
                 raise CheckpointDamagedError(
                     f"{self.name} is damaged: expected {self._digest.size_bytes} bytes, it ends "

@@ -4,7 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
-from torchtitan.components.checkpointer.integrity import checked_file, digests
+from torchtitan.components.checkpointer.integrity import digests
 
 BLOCK = 64
 
@@ -14,6 +14,5 @@ def small_blocks() -> Generator[None]:
     """Digests inside of it are of blocks of ``BLOCK`` bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "BLOCK_BYTES", BLOCK)
-        patch.setattr(digests, "PIECE_BYTES", 24)
-        patch.setattr(checked_file, "PIECE_BYTES", 24)
+        patch.setattr(digests, "_FEW_BYTES", 10)
         yield

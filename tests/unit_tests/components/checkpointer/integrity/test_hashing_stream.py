@@ -16,7 +16,6 @@ from torchtitan.components.checkpointer.integrity.digests import (
     BLOCK_BYTES,
     digest_of,
     HashingStream,
-    PIECE_BYTES,
 )
 from torchtitan.components.checkpointer.tc.storage import DurableStorage, DurableStorageConfig
 
@@ -98,8 +97,8 @@ def test_a_stream_that_takes_a_part_gets_the_rest_later() -> None:
 
 def test_a_stream_that_does_not_tell_took_it_all() -> None:
     target = Sparing(2**30, None)
-    assert HashingStream(target).write(bytes(2 * PIECE_BYTES + 1)) == 2 * PIECE_BYTES + 1
-    assert len(target.getvalue()) == 2 * PIECE_BYTES + 1
+    assert HashingStream(target).write(bytes(2 * BLOCK_BYTES + 1)) == 2 * BLOCK_BYTES + 1
+    assert len(target.getvalue()) == 2 * BLOCK_BYTES + 1
 
 
 @pytest.mark.parametrize("answer", [0, -1, 31])
