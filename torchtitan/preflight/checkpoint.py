@@ -15,7 +15,7 @@ from torchtitan.components.checkpointer import (
 from torchtitan.components.checkpointer.discovery import Finder, OwnFolder
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointError
 from torchtitan.components.checkpointer.formats import CheckpointFiles, finder, Format
-from torchtitan.components.checkpointer.source import falls_back, find_start, Request
+from torchtitan.components.checkpointer.source import falls_back, find_start, Request, what_else
 from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.preflight.folders import write_problem
 from torchtitan.tools import filesystem
@@ -135,13 +135,14 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
         initial_load_in_hf=checkpoint.initial_load_in_hf,
         initial_load_in_hf_quantized=checkpoint.initial_load_in_hf_quantized,
         hf_assets_path=config.hf_assets_path,
+        on_damaged=checkpoint.on_damaged,
     )
     where = finder(chosen, CheckpointFiles(), _STATE_KEYS)
     try:
         own = where.look_into(folder)
         if checkpoint.load_step == -1 and own.export_step() >= config.training.steps:
             return  # a finished run, which loads nothing
-        _require_readable(config, chosen, request, own, where)
+        _require_readable(chosen, request, own, where)
     except (CheckpointError, ValueError) as error:
         yield str(error)
     except OSError as error:
@@ -151,10 +152,8 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
         )
 
 
-def _require_readable(
-    config: Trainer.Config, chosen: Format, request: Request, own: OwnFolder, where: Finder
-) -> None:
-    """Read the index of what the run will load, as the run itself will, with its fallback."""
+def _require_readable(chosen: Format, request: Request, own: OwnFolder, where: Finder) -> None:
+    """Read the index of what the run will load, and go back past damaged ones as the run will."""
     while True:
         source = find_start(request, own, where).source
         if source is None or source.from_hf:
@@ -163,8 +162,9 @@ def _require_readable(
             chosen.read_index(source.path)
             return
         except CheckpointDamagedError as error:
-            on_damaged = config.checkpoint.on_damaged
-            if not falls_back(source, load_step=request.load_step, on_damaged=on_damaged):
-                raise
+            if not falls_back(request, source):
+                raise CheckpointDamagedError(
+                    f"{error} {what_else(source, own.path, where)}"
+                ) from error
             assert source.step is not None
             own = replace(own, damaged={**own.damaged, source.step: str(error)})

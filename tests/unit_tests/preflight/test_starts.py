@@ -4,6 +4,7 @@ With either back end alike.
 """
 
 import pickle
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,27 @@ def test_a_start_from_a_damaged_index_is_refused_before_a_rank_starts(
         f"The index {path}/{chosen.marker} cannot be read" in problem and "move it away" in problem
     )
     if flag == "load_step":
+        assert "The newest other full one is step-5: --checkpoint.load_step 5" in problem
         config.checkpoint.load_step = -1
         assert problems(config, 2) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"junk"])
+def test_a_run_that_will_go_back_past_damage_is_let_start_unless_it_is_told_not_to(
+    config: Trainer.Config, own: Path, content: bytes, chosen: Format
+) -> None:
+    put(own, 5, FULL, chosen)
+    paths = [put(own, step, FULL, chosen) for step in (7, 9)]
+    for path in paths:
+        Path(path, chosen.marker).write_bytes(content)
+    assert problems(config, 2) == []
+    config.checkpoint.on_damaged = "fail"
+    (problem,) = problems(config, 2)
+    assert f"The index {paths[1]}/{chosen.marker} cannot be read" in problem
+    config.checkpoint.on_damaged = "fallback"
+    shutil.rmtree(own / "checkpoint/step-5")
+    (problem,) = problems(config, 2)
+    assert "step-7: " in problem and "step-9: " in problem
 
 
 def test_metadata_that_would_run_code_keeps_the_run_from_starting(

@@ -23,10 +23,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder, step_name
 from torchtitan.components.checkpointer.errors import (
+    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointReadError,
 )
+from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
 from torchtitan.components.checkpointer.settings import unusable_load_step
 from torchtitan.components.checkpointer.source_text import (
     all_damaged,
@@ -36,6 +38,7 @@ from torchtitan.components.checkpointer.source_text import (
     this_run_cannot,
     those_of_others,
     what_does_not_count,
+    what_else_there_is,
     what_was_passed_over,
 )
 
@@ -61,6 +64,9 @@ class Request:
 
     hf_assets_path: str | None
     """Where the Hugging Face weights are when no ``initial_load_path`` is given, or None."""
+
+    on_damaged: str = "fallback"
+    """Whether what is damaged is passed over: "fallback" or "fail"."""
 
     def initial_flags(self) -> list[str]:
         """The flags that ask for something to begin from, as they are typed."""
@@ -97,9 +103,10 @@ class Start:
     """What was chosen, why, what was passed over and what was ignored."""
 
 
-def falls_back(source: Source, *, load_step: int, on_damaged: str) -> bool:
+def falls_back(request: Request, source: Source) -> bool:
     """Whether another checkpoint is taken when ``source`` is damaged."""
-    return load_step == -1 and source.step is not None and on_damaged == "fallback"
+    is_newest_of_own = request.load_step == -1 and source.step is not None
+    return is_newest_of_own and request.on_damaged == "fallback"
 
 
 def find_start(request: Request, own: OwnFolder, finder: Finder) -> Start:
@@ -137,20 +144,21 @@ def choose_start(request: Request, own: OwnFolder) -> Start:
     if request.load_step != -1:
         return _explicit(request, own)
     newest, passed_over = own.newest_full()
-    if newest is not None:
+    unreadable = [step for step, kind in passed_over.items() if kind is Kind.UNREADABLE]
+    if newest is not None and not (unreadable and request.on_damaged == "fail"):
         if newest in own.others:
             raise _of_another(own, newest, f"{own.path} was looked into for the newest checkpoint")
         reason = what_was_passed_over("newest full checkpoint", newest, passed_over, own.unfinished)
         return _own(request, own, newest, reason)
     if own.damaged:
         raise CheckpointReadError(all_damaged(own, passed_over))
-    unreadable = [step for step, kind in passed_over.items() if kind is Kind.UNREADABLE]
     if unreadable:
         if unreadable[0] in own.others:
             raise _of_another(own, unreadable[0], f"{own.path} holds nothing full to go on from")
-        # Nothing older to fall back on. Starting afresh would bury what is there, so the load
+        # Nothing older may be taken instead. Starting afresh would bury what is there, so the load
         # itself gets to say what is wrong with it.
-        reason = "the only candidate, although its index cannot be read"
+        which = "the only candidate" if newest is None else "the newest"
+        reason = f"{which}, although its index cannot be read"
         return _own(request, own, unreadable[0], reason)
     if 0 in own.step_paths:
         if 0 in own.others:
@@ -246,6 +254,23 @@ def _initial(request: Request, own: OwnFolder) -> Start:
     )
     line = f"Loading the checkpoint {path} ({reason}, {extent}).{what_does_not_count(own)}"
     return Start(source=source, line=line)
+
+
+def what_else(source: Source, own_folder: str, finder: Finder) -> str:
+    """Which checkpoint could be loaded instead of the damaged ``source``, as far as one listing tells."""
+    is_own = source.step is not None
+    path = source.path.rstrip("/")
+    folder = finder.look_into(own_folder if is_own else path.rpartition("/")[0])
+    for step in folder.full_steps(but=source.step):
+        other = folder.step_paths[step]
+        if other == path:
+            continue
+        try:
+            Verification.begin(finder.storage, other, Verify.SIZE, step=step)
+        except CheckpointError:
+            continue  # not that one either
+        return what_else_there_is(other, step, is_own=is_own)
+    return f"There is no other full checkpoint in {folder.path} that could be loaded."
 
 
 def _initial_problem(source: Source, own: OwnFolder, finder: Finder) -> str | None:

@@ -58,24 +58,21 @@ def all_damaged(own: OwnFolder, passed_over: Mapping[int, Kind]) -> str:
     for step, kind in passed_over.items():
         if kind is Kind.UNREADABLE:
             why.setdefault(step, _MEANING[kind])
-    each = "; ".join(f"{step_name(step)}: {why[step]}" for step in sorted(why, reverse=True))
+    each = "; ".join(
+        f"{step_name(step)}: {why[step].rstrip('.')}" for step in sorted(why, reverse=True)
+    )
     return (
-        f"{own.path} holds no full checkpoint that is not damaged. {each.rstrip('.')}. Nothing is begun "
+        f"{own.path} holds no full checkpoint that is not damaged. {each}. Nothing is begun "
         "anew beside them. Mend one, or load one as far as it can be read with --checkpoint.load_step N "
         "--checkpoint.verify off; to begin again choose a new --checkpoint.folder."
     )
 
 
-def what_else_there_is(path: str, folder: OwnFolder, step: int | None, *, is_own: bool) -> str:
-    """What to do about the damaged ``path``, given the newest other ``step`` in its folder."""
-    if step is None:
-        return f"There is no other full checkpoint in {folder.path}."
+def what_else_there_is(path: str, step: int, *, is_own: bool) -> str:
+    """How to load ``path`` instead of a damaged one."""
     if is_own:
         return f"The newest other full one is {step_name(step)}: --checkpoint.load_step {step}"
-    return (
-        "The newest other full one beside it is --checkpoint.initial_load_path "
-        f"{folder.step_paths[step]}"
-    )
+    return f"The newest other full one beside it is --checkpoint.initial_load_path {path}"
 
 
 def what_leaves(own: OwnFolder, loaded_step: int) -> str:

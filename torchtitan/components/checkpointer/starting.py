@@ -10,20 +10,25 @@ than something else: when all are damaged the run stops, and a step that was ask
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer import run_changes
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.discovery import OwnFolder
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError
 from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
-from torchtitan.components.checkpointer.source import falls_back, find_start, Request, Source, Start
-from torchtitan.components.checkpointer.source_text import what_else_there_is, what_leaves
+from torchtitan.components.checkpointer.source import (
+    falls_back,
+    find_start,
+    Request,
+    Source,
+    Start,
+    what_else,
+)
+from torchtitan.components.checkpointer.source_text import what_leaves
 from torchtitan.components.checkpointer.state import TRAIN_STATE
 from torchtitan.tools.logging import logger
 
@@ -77,46 +82,28 @@ class Starting(FolderView):
         source = self._source
         if source is None:
             raise error
-        if not falls_back(source, load_step=step, on_damaged=self.on_damaged):
-            advice = rank_zero_decides(lambda: self._what_else(source))
+        if not falls_back(self._request(step), source):
+            advice = rank_zero_decides(lambda: what_else(source, self.folder, self._finder()))
             raise CheckpointDamagedError(f"{error} {advice}") from error
         assert source.step is not None
         text = " ".join(str(error).split())
         logger.warning(f"Passing over {source.path}, which stays in place: {text}")
         self._damaged = {**self._damaged, source.step: text}
 
-    def _what_else(self, source: Source) -> str:
-        """Which other checkpoint could be loaded, as far as one listing tells."""
-        folder = (
-            self.folder if source.step is not None else source.path.rstrip("/").rpartition("/")[0]
-        )
-        found = self._finder().look_into(folder)
-        but = source.step if source.step is not None else self._step_of(source, found)
-        step = next(self._whole_steps(found, but), None)
-        return what_else_there_is(source.path, found, step, is_own=source.step is not None)
-
-    def _step_of(self, source: Source, folder: OwnFolder) -> int | None:
-        path = source.path.rstrip("/")
-        return next((step for step, found in folder.step_paths.items() if found == path), None)
-
-    def _whole_steps(self, folder: OwnFolder, but: int | None) -> Iterator[int]:
-        for step in folder.full_steps(but=but):
-            try:
-                Verification.begin(self._storage, folder.step_paths[step], Verify.SIZE, step=step)
-            except CheckpointDamagedError:
-                continue
-            yield step
-
-    def _choose_start(self, step: int) -> Start:
-        """What to load, and the line to log about it; the same on all ranks."""
-        request = Request(
+    def _request(self, step: int) -> Request:
+        return Request(
             load_step=step,
             initial_load_path=self.initial_load_path,
             initial_load_model_only=self.initial_load_model_only,
             initial_load_in_hf=self.initial_load_in_hf,
             initial_load_in_hf_quantized=self.initial_load_in_hf_quantized,
             hf_assets_path=getattr(self.sd_adapter, "hf_assets_path", None),
+            on_damaged=self.on_damaged,
         )
+
+    def _choose_start(self, step: int) -> Start:
+        """What to load, and the line to log about it; the same on all ranks."""
+        request = self._request(step)
         # The run counts its steps from 0 when it takes over only weights (a seed has no more), or
         # everything but the step: whatever is beyond then belongs to another history.
         counts_on = TRAIN_STATE not in self.exclude_from_loading

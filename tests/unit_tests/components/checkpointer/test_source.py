@@ -151,6 +151,16 @@ def test_damage_that_was_passed_over_is_named_in_the_line() -> None:
     assert "(newest full checkpoint; passed over: step-9 (its index cannot be read))" in line
 
 
+def test_without_fallback_an_index_that_cannot_be_read_is_not_passed_over() -> None:
+    request = request_for(-1, None, on_damaged="fail")
+    begun = start(FOLDERS["full under damage and an export"], request)
+    assert begun.source is not None and begun.source.step == 9
+    assert "(the newest, although its index cannot be read)" in begun.line
+    assert start(FOLDERS["full under an export"], request).source == Source(
+        path="/run/step-7", step=7
+    )
+
+
 def test_own_checkpoints_silence_every_initial_setting() -> None:
     request = request_for(
         -1, "/nowhere", initial_load_in_hf=True, initial_load_in_hf_quantized=True

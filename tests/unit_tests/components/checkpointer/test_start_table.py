@@ -1,12 +1,13 @@
 """Where a run starts from: every cell of the table in docs/checkpoint.md, written out.
 
 What lies in the run's folder x --checkpoint.load_step x --checkpoint.initial_load_path, for a run of
-either back end. test_start_beside_others.py has the rows with checkpoints of the other one.
+either back end. test_start_beside_others.py has the rows with checkpoints of the other one. Of what is
+damaged it is known here what a start has found out by reading it; test_starting.py has the reading.
 """
 
 import pytest
 from torchtitan.components.checkpointer.discovery import Finder
-from torchtitan.components.checkpointer.errors import CheckpointNotFoundError
+from torchtitan.components.checkpointer.errors import CheckpointNotFoundError, CheckpointReadError
 from torchtitan.components.checkpointer.formats import DCP, Format, FORMATS
 from torchtitan.components.checkpointer.source import find_start
 
@@ -30,7 +31,19 @@ FOLDERS: dict[str, dict[int, str]] = {
     "only unfinished": dict.fromkeys((7, 9), "died"),
     "only weights": dict.fromkeys((7, 9), "weights"),
     "weights of the last step": dict.fromkeys((7, 20), "weights"),
+    "a damaged newest": dict.fromkeys((5, 7, 9), "full"),
+    "all damaged": dict.fromkeys((7, 9), "full"),
+    "all damaged, and a seed": {0: "weights", 7: "full", 9: "full"},
+    "a step that was saved again": {7: "full", 9: "died"},
+    "a history that was left, by record": dict.fromkeys((7, 9), "full"),
 }
+WRONG = "a file is damaged: expected a, found b."
+DAMAGED = {
+    "a damaged newest": (9,),
+    "all damaged": (7, 9),
+    "all damaged, and a seed": (7, 9),
+}
+"""What a start with load_step -1 has found out when it chooses for the last time."""
 PATHS = {"none": None, "good": "/given/step-3", "bad": "/nowhere"}
 
 FRESH = "No checkpoint was provided, this is a fresh start."
@@ -41,6 +54,7 @@ JUNK = (
 )
 DIED = " In /run these do not count: step-7, step-9 (saves that did not finish)."
 NEWEST = "Loading the checkpoint /run/step-9 (newest full checkpoint"
+NEWEST_7 = "Loading the checkpoint /run/step-7 (newest full checkpoint"
 STEP_7 = "Loading the checkpoint /run/step-7 (--checkpoint.load_step=7"
 
 
@@ -63,7 +77,16 @@ NO_8 = always(CheckpointNotFoundError, "load_step=8 was asked for, .* complete s
 DIED_7 = always(CheckpointNotFoundError, r"load_step=7 was asked .* \(its save did not finish\)")
 NOT_8 = always(CheckpointNotFoundError, r"load_step=8 was asked for, .* steps: \[5, 7, 9\]")
 WEIGHTS_7 = always(CheckpointNotFoundError, "load_step=7 was asked for, .* holds only the model")
+NO_8_BUT_SEED = always(
+    CheckpointNotFoundError, r"load_step=8 was asked for, .* complete steps: \[0, 7, 9\]"
+)
 NO_8_BUT = always(CheckpointNotFoundError, r"load_step=8 was asked for, .* complete steps: \[7, ")
+NONE_GOOD = always(
+    CheckpointReadError,
+    "/run holds no full checkpoint that is not damaged. "
+    "step-9: a file is damaged: expected a, found b; step-7: a file",
+)
+SEED = "Loading the checkpoint /run/step-0 (--checkpoint.load_step=0"
 WEIGHTS_ONLY = always(CheckpointNotFoundError, "/run holds only model-only checkpoints")
 
 # (what lies in the folder, load_step): the outcomes without a path, with a good and with a bad one.
@@ -105,6 +128,36 @@ TABLE: dict[tuple[str, int], tuple[str | tuple[type[Exception], str], ...]] = {
     ("weights of the last step", 7): WEIGHTS_7,
     ("weights of the last step", 8): NO_8_BUT,
     ("weights of the last step", -2): NO_STEP,
+    ("a damaged newest", -1): own(f"{NEWEST_7}; passed over: step-9 (damaged)"),
+    ("a damaged newest", 0): NO_SEED,
+    ("a damaged newest", 7): own(STEP_7),
+    ("a damaged newest", 8): NOT_8,
+    ("a damaged newest", -2): NO_STEP,
+    # Of a step that is asked for nothing is known; if it is damaged its load fails.
+    ("all damaged", -1): NONE_GOOD,
+    ("all damaged", 0): NO_SEED,
+    ("all damaged", 7): own(STEP_7),
+    ("all damaged", 8): NO_8_BUT,
+    ("all damaged", -2): NO_STEP,
+    ("all damaged, and a seed", -1): NONE_GOOD,
+    ("all damaged, and a seed", 0): own(SEED),
+    ("all damaged, and a seed", 7): own(STEP_7),
+    ("all damaged, and a seed", 8): NO_8_BUT_SEED,
+    ("all damaged, and a seed", -2): NO_STEP,
+    ("a step that was saved again", -1): own(
+        "Loading the checkpoint /run/replaced/step-9 (newest full checkpoint"
+    ),
+    ("a step that was saved again", 0): NO_SEED,
+    ("a step that was saved again", 7): own(STEP_7),
+    ("a step that was saved again", 8): NO_8_BUT,
+    ("a step that was saved again", -2): NO_STEP,
+    ("a history that was left, by record", -1): own(NEWEST_7),
+    ("a history that was left, by record", 0): NO_SEED,
+    ("a history that was left, by record", 7): own(STEP_7),
+    ("a history that was left, by record", 8): always(
+        CheckpointNotFoundError, r"load_step=8 was asked for, .* complete steps: \[7\]"
+    ),
+    ("a history that was left, by record", -2): NO_STEP,
 }
 
 
@@ -117,6 +170,10 @@ def finder_of(folder: str, chosen: Format) -> Finder:
     for step, what in FOLDERS[folder].items():
         mixed_folders.put(storage, chosen, "/run", step, what)
     mixed_folders.put(storage, chosen, "/given", 3, "full")
+    if folder == "a step that was saved again":
+        mixed_folders.put(storage, chosen, "/run/replaced", 9, "full")
+    if folder == "a history that was left, by record":
+        storage.add("/run/superseded.json", b'{"superseded": ["step-9"]}')
     return mixed_folders.finder_of(chosen, storage)
 
 
@@ -133,8 +190,11 @@ def test_every_cell_has_one_outcome(
 ) -> None:
     outcome = TABLE[folder, load_step][list(PATHS).index(initial)]
     where, request = finder_of(folder, chosen), request_for(load_step, PATHS[initial])
+    found = where.look_into(
+        "/run", dict.fromkeys(DAMAGED.get(folder, ()) if load_step == -1 else (), WRONG)
+    )
     if isinstance(outcome, str):
-        start = find_start(request, where.look_into("/run"), where)
+        start = find_start(request, found, where)
         assert start.line == named(outcome, chosen)
         assert "\n" not in start.line
         loaded = "nothing" if start.source is None else start.source.path
@@ -144,7 +204,7 @@ def test_every_cell_has_one_outcome(
         return
     error, text = outcome
     with pytest.raises(error, match=text):
-        find_start(request, where.look_into("/run"), where)
+        find_start(request, found, where)
 
 
 def test_the_table_has_every_cell() -> None:
