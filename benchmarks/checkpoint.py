@@ -1,7 +1,8 @@
 """Measure saves and loads of checkpoints: each manager beside the bare library, and the machine's limits.
 
-    python -m benchmarks.checkpoint                     # all of it, for 50 million parameters
+    python -m benchmarks.checkpoint                     # the first three parts, for 50 million parameters
     python -m benchmarks.checkpoint --model tiny --ranks 2 --pairs 3 --cases dcp-async
+    python -m benchmarks.checkpoint --parts digests verify
 
 Raw samples go to the output folder, one JSON file per model, number of ranks, part and case; tables and a
 page with plots are made of all files that lie there, also those of earlier calls.
@@ -9,6 +10,8 @@ page with plots are made of all files that lie there, also those of earlier call
     save    saves, in the same processes in turns: manager, library, manager, ...
     load    loads of what as many and what other ranks saved, likewise
     growth  memory, descriptors and shared memory over many saves, on few ranks, of a small model
+    digests saves of a manager with digests and manifest, and without
+    verify  loads of a manager that check everything, sizes, nothing
 """
 
 import sys
@@ -33,11 +36,19 @@ from benchmarks.harness.program import (
 )
 from benchmarks.harness.rank import Call
 from benchmarks.harness.results import Cell
-from benchmarks.saving.cases import CASES, LOAD_CASES
+from benchmarks.saving.cases import CASES, TABLES
 from benchmarks.saving.figures import figures
 from benchmarks.saving.tables import document
 
-PARTS = ("save", "load", "growth")
+_PROGRAMS = {
+    "save": "benchmarks.saving.save:measure",
+    "load": "benchmarks.saving.load:measure",
+    "growth": "benchmarks.saving.growth:measure",
+    "digests": "benchmarks.saving.save:measure",
+    "verify": "benchmarks.saving.load:measure",
+}
+_LOADS = ("load", "verify")
+PARTS = tuple(_PROGRAMS)
 # Measured on a quiet machine: a rank with torch loaded, and a process that a library starts to write.
 _RANK_BYTES, _WRITER_BYTES = 700 << 20, 300 << 20
 REGION = "checkpoint"
@@ -50,8 +61,8 @@ class CheckpointOptions(Options):
     model: tuple[str, ...] = ("50M",)
     """Models by their number of parameters: tiny, 4M, 50M, 300M."""
 
-    parts: tuple[str, ...] = PARTS
-    """save, load, growth."""
+    parts: tuple[str, ...] = ("save", "load", "growth")
+    """save, load, growth; digests and verify, where the manager is compared with itself."""
 
     cases: tuple[str, ...] = tuple(CASES)
     """Modes; for loads, the formats of these modes."""
@@ -84,22 +95,16 @@ class CheckpointOptions(Options):
 def cells_of(options: CheckpointOptions) -> list[Cell]:
     """What ``options`` ask for, in the order in which it is measured."""
     cells = []
+    formats = {case.partition("-")[0] for case in options.cases}
     for model in options.model:
         for world_size in options.ranks:
-            if "save" in options.parts:
-                cells += [
-                    Cell(part="save", case=case, model=model, ranks=world_size)
-                    for case in options.cases
-                ]
-            if "load" in options.parts:
-                formats = [
-                    name
-                    for name in LOAD_CASES
-                    if any(case.partition("-")[0] == name for case in options.cases)
-                ]
-                cells += [
-                    Cell(part="load", case=name, model=model, ranks=world_size) for name in formats
-                ]
+            cells += [
+                Cell(part=part, case=name, model=model, ranks=world_size)
+                for part in PARTS
+                if part in options.parts and part != "growth"
+                for name in TABLES[part]
+                if name in (formats if part in _LOADS else options.cases)
+            ]
     if "growth" in options.parts:
         # Leaks do not depend on the number of ranks beyond there being others.
         world_size = min((n for n in options.ranks if n > 1), default=options.ranks[0])
@@ -113,7 +118,7 @@ def cells_of(options: CheckpointOptions) -> list[Cell]:
 def room_of(cell: Cell) -> Room:
     """What a cell needs: the state, its gradients, a staged copy for each side and one for the limits."""
     size: Size = SIZES[cell.model]
-    world_size = max(cell.ranks, other_ranks(cell.ranks) if cell.part == "load" else 1)
+    world_size = max(cell.ranks, other_ranks(cell.ranks) if cell.part in _LOADS else 1)
     processes = world_size * (_RANK_BYTES + 2 * _WRITER_BYTES)
     return Room(
         memory_bytes=4 * size.state_bytes + size.gradient_bytes + processes,
@@ -133,10 +138,11 @@ def measure(cell: Cell, folder: Path, seconds: float, tell: Tell, options: Any) 
     if cell.part == "growth":
         extra: dict[str, Any] = {"num_saves": options.growth_saves}
     else:
+        common["part"] = cell.part
         extra = {"num_pairs": options.pairs, "budget_seconds": seconds}
-    if cell.part == "save":
+    if cell.part in ("save", "digests"):
         extra["warm_up_seconds"] = options.warm_up_seconds
-    if cell.part == "load":
+    if cell.part in _LOADS:
         other = folder / "other"
         other.mkdir()
         extra |= {"cold": options.cold, "other_folder": str(other)}
@@ -150,7 +156,7 @@ def measure(cell: Cell, folder: Path, seconds: float, tell: Tell, options: Any) 
         )
     return ranks.run(
         cell.ranks,
-        Call(target=f"benchmarks.saving.{cell.part}:measure", arguments=common | extra),
+        Call(target=_PROGRAMS[cell.part], arguments=common | extra),
         log_folder=folder,
         timeout_seconds=timeout_of(seconds),
         tell=tell,
@@ -173,8 +179,7 @@ def work(options: CheckpointOptions) -> int:
         return 0
     cells, matrix = [], Matrix(options, options.output)
     for cell in cells_of(options):
-        case = LOAD_CASES[cell.case] if cell.part == "load" else CASES[cell.case]
-        if obstacle := case.obstacle():
+        if obstacle := TABLES[cell.part][cell.case].obstacle():
             matrix.failures.append(f"{cell}: left out, {obstacle}")
         else:
             cells.append(cell)

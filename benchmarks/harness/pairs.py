@@ -31,6 +31,9 @@ class Verdict(str, Enum):
     MISSED = "missed"
     """The whole interval lies above the limit."""
 
+    UNCHANGED = "unchanged"
+    """Of what may not grow at all: there is no telling the two sides apart."""
+
     TOO_FEW = "too few pairs"
     """There are not enough samples for any interval."""
 
@@ -101,6 +104,12 @@ def verdict(ratio: Estimate, limit: float) -> Verdict:
     if ratio.low > limit:
         return Verdict.MISSED
     return Verdict.MET if ratio.high <= limit else Verdict.OPEN
+
+
+def verdict_on_change(ratio: Estimate) -> Verdict:
+    """Whether there is any growth to be seen, where the limit is that there should be none."""
+    found = verdict(ratio, 1.0)
+    return Verdict.UNCHANGED if found is Verdict.OPEN else found
 
 
 def turns(sides: Sequence[T], pair: int) -> list[T]:

@@ -6,7 +6,7 @@ from benchmarks.harness.page import Bars, Figure, Intervals
 from benchmarks.harness.pairs import Estimate
 from benchmarks.harness.results import Result
 from benchmarks.harness.table import counted
-from benchmarks.saving.findings import Comparison, Growths, LIMIT, Loads, METRICS, Saves
+from benchmarks.saving.findings import Checks, Comparison, Digests, Growths, Loads, METRICS, Saves
 
 _SIDES = ("library", "manager")
 _SHOWN = {
@@ -22,37 +22,51 @@ def figures(results: Sequence[Result]) -> list[Figure]:
     saves = [Saves(result) for result in results if result.cell.part == "save"]
     loads = [Loads(result) for result in results if result.cell.part == "load"]
     growths = [Growths(result) for result in results if result.cell.part == "growth"]
-    found: list[Figure] = [*_ratios(saves, loads)]
+    digests = [Digests(result) for result in results if result.cell.part == "digests"]
+    checks = [Checks(result) for result in results if result.cell.part == "verify"]
+    found: list[Figure] = [
+        *_ratios("Manager over library", [*_of_saves(saves), *_of_loads(loads)]),
+        *_ratios("Saves with digests over without", _of_saves(digests)),
+        *_ratios("Loads that check over loads that do not", _of_loads(checks)),
+    ]
     found += [_multiples(saves, name, axis) for name, axis in _SHOWN.items() if saves]
     found += [_load_multiples(loads)] if loads else []
     found += [_readings(growths)] if growths else []
     return found
 
 
-def _ratios(saves: Sequence[Saves], loads: Sequence[Loads]) -> Iterator[Intervals]:
-    labels: list[str] = []
-    values: list[Estimate] = []
+def _of_saves(saves: Sequence[Saves]) -> list[tuple[str, Comparison]]:
+    """What was compared, each with its label."""
+    return [
+        (f"{_label(cell)}: {metric.title}", comparison)
+        for cell in saves
+        for name, metric in METRICS.items()
+        if (comparison := cell.comparison(name)) is not None
+    ]
 
-    def add(label: str, found: Comparison | None) -> None:
-        if found is not None and found.ratio is not None:
-            labels.append(label)
-            values.append(found.ratio)
 
-    for cell in saves:
-        for name, metric in METRICS.items():
-            comparison = cell.comparison(name) if metric.is_compared else None
-            add(f"{_label(cell)}: {metric.title}", comparison)
-    for load in loads:
-        for layout in load.layouts:
-            comparison = load.comparison(layout)
-            add(f"{_label(load)}: load, {layout} layout", comparison)
-    if labels:
+def _of_loads(loads: Sequence[Loads]) -> list[tuple[str, Comparison]]:
+    return [
+        (f"{_label(cell)}: load, {side}, {layout} layout", comparison)
+        for cell in loads
+        for layout in cell.layouts
+        for side, comparison in cell.comparisons(layout).items()
+    ]
+
+
+def _ratios(title: str, compared: Sequence[tuple[str, Comparison]]) -> Iterator[Intervals]:
+    """A plot for each limit."""
+    by_limit: dict[float, dict[str, Estimate]] = {}
+    for label, comparison in compared:
+        if comparison.ratio is not None:
+            by_limit.setdefault(comparison.limit, {})[label] = comparison.ratio
+    for limit, found in by_limit.items():
         yield Intervals(
-            title="Manager over library",
+            title=f"{title}, limit {limit:.2f}",
             axis="median ratio of the pairs and its 95 % interval; dashed: the limit",
-            limit=LIMIT,
-            labels=labels,
-            values=values,
+            limit=limit,
+            labels=list(found),
+            values=list(found.values()),
         )
 
 

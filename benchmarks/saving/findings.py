@@ -17,12 +17,22 @@ from benchmarks.harness.pairs import (
     ratio_of_pairs,
     verdict,
     Verdict,
+    verdict_on_change,
 )
 from benchmarks.harness.results import Result, slowest
-from benchmarks.saving.cases import LIBRARY, MANAGER
+from benchmarks.saving.cases import FULL, LIBRARY, MANAGER, OFF, SIZE, WITH, WITHOUT
 
 LIMIT = 1.05
 """What a manager may cost, over the library by itself."""
+
+DIGEST_LIMIT = 1.10
+"""What a save may take until it is durable, over one that takes no digests and leaves no manifest."""
+
+CHECK_LIMITS = {FULL: 1.25, SIZE: 1.02}
+"""What a load may take that checks this much, over one that checks nothing."""
+
+NO_CHANGE = 1.0
+"""A limit of what must not be seen to grow."""
 
 _MEMORY_TOLERANCE_BYTES = 1 << 20
 """Over all saves of a measurement of growth; Python's own heap does not stand quite still."""
@@ -96,15 +106,21 @@ METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The manager beside the library."""
+    """One side beside another."""
 
     ratio: Estimate | None
     difference: Estimate
     """In seconds."""
 
+    limit: float = LIMIT
+
     @property
     def verdict(self) -> Verdict:
-        return Verdict.TOO_FEW if self.ratio is None else verdict(self.ratio, LIMIT)
+        if self.ratio is None:
+            return Verdict.TOO_FEW
+        if self.limit == NO_CHANGE:
+            return verdict_on_change(self.ratio)
+        return verdict(self.ratio, self.limit)
 
 
 class Limits:
@@ -126,6 +142,9 @@ class Limits:
 class Saves:
     """What was measured of the saves of a case."""
 
+    OVER, UNDER = MANAGER, LIBRARY
+    """Which side is compared with which."""
+
     def __init__(self, result: Result) -> None:
         self.result = result
         self.limits = Limits(result.by_rank)
@@ -144,7 +163,7 @@ class Saves:
         return statistics.median(samples) if samples else None
 
     def limit(self, name: str) -> float | None:
-        """What the metric cannot be below."""
+        """What the metric cannot be below on this machine."""
         return self.limits.median(*METRICS[name].limits)
 
     def first(self, side: str, of: Callable[[Sample], float]) -> float:
@@ -152,10 +171,14 @@ class Saves:
         return max(of(rank["first"][side]) for rank in self.result.by_rank)
 
     def comparison(self, name: str) -> Comparison | None:
-        """Manager over library; None where there is nothing to compare."""
-        if MANAGER not in self.sides:
+        """One side over the other; None where there is nothing to compare."""
+        limit = self._limit_of_ratio(name)
+        if limit is None or self.OVER not in self.sides:
             return None
-        return _compare(self.samples(MANAGER, name), self.samples(LIBRARY, name))
+        return _compare(self.samples(self.OVER, name), self.samples(self.UNDER, name), limit)
+
+    def _limit_of_ratio(self, name: str) -> float | None:
+        return LIMIT if METRICS[name].is_compared else None
 
     def quiet_steps(self) -> list[float]:
         """Seconds of a step without a save in flight; empty where training waits for saves."""
@@ -180,8 +203,27 @@ class Saves:
         return written
 
 
+class Digests(Saves):
+    """What was measured of the saves of a case with digests and without."""
+
+    OVER, UNDER = WITH, WITHOUT
+
+    def _limit_of_ratio(self, name: str) -> float | None:
+        if not METRICS[name].is_compared:
+            return None
+        if METRICS[name].of is _durable:
+            return DIGEST_LIMIT
+        # A save that training waits for blocks until it is durable, which is compared already.
+        return NO_CHANGE if self.samples(self.OVER, "overlapped") else None
+
+
 class Loads:
     """What was measured of the loads of a format."""
+
+    LIMITS: dict[str, float] = {MANAGER: LIMIT}
+    """Which sides are compared with ``UNDER``, and what each of them may take over it."""
+
+    UNDER = LIBRARY
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -196,9 +238,20 @@ class Loads:
     def median(self, side: str, layout: str) -> float:
         return statistics.median(self.samples(side, layout))
 
-    def comparison(self, layout: str) -> Comparison | None:
-        """Manager over library."""
-        return _compare(self.samples(MANAGER, layout), self.samples(LIBRARY, layout))
+    def comparisons(self, layout: str) -> dict[str, Comparison]:
+        """Of each side that is compared."""
+        under = self.samples(self.UNDER, layout)
+        found = {
+            side: _compare(self.samples(side, layout), under, limit)
+            for side, limit in self.LIMITS.items()
+        }
+        return {side: one for side, one in found.items() if one is not None}
+
+
+class Checks(Loads):
+    """What was measured of the loads of a format that check more or less."""
+
+    LIMITS, UNDER = CHECK_LIMITS, OFF
 
 
 class Growths:
@@ -226,9 +279,13 @@ class Growths:
         return max(by_rank, key=lambda found: (found.grows, found.change))
 
 
-def _compare(manager: Sequence[float], library: Sequence[float]) -> Comparison | None:
-    if not manager:
+def _compare(
+    over: Sequence[float], under: Sequence[float], limit: float = LIMIT
+) -> Comparison | None:
+    if not over:
         return None
     return Comparison(
-        ratio=ratio_of_pairs(manager, library), difference=difference_of_pairs(manager, library)
+        ratio=ratio_of_pairs(over, under),
+        difference=difference_of_pairs(over, under),
+        limit=limit,
     )

@@ -28,7 +28,7 @@ def measure(
     run = Run(SIZES[model], str(work))
     found: dict[str, Any] = {"readings": {}}
     for name in entry.sides:
-        saver = Saver(entry.build(name, run, work / name), run)
+        saver = Saver(entry.build(name, run, work), run)
         saver.side.prepare()
         readings = found["readings"][name] = []
         for number in range(_SETTLING_SAVES + num_saves):

@@ -1,7 +1,7 @@
 """What ranks do to measure loading: some save in another layout, then others load that and their own.
 
-    seed (other number of ranks) -> both sides save -> end
-    measure -> both sides save -> [ limits? -> own layout: A, B -> other layout: A, B ]*
+    seed (other number of ranks) -> all sides save -> end
+    measure -> all sides save -> [ limits? -> own layout: A, B -> other layout: A, B ]*
 
 Before the first load of each kind everything is set to 0, and afterwards compared with what was saved.
 """
@@ -20,7 +20,7 @@ from benchmarks.harness import usage
 from benchmarks.harness.limits import drop_from_cache, Limits
 from benchmarks.harness.models import all_ranks, Run, SIZES
 from benchmarks.harness.pairs import turns
-from benchmarks.saving.cases import Case, LOAD_CASES
+from benchmarks.saving.cases import Case, TABLES, Variants
 from benchmarks.saving.sides import FIRST_STEP, Side
 
 SAME, RESHARDED = "same", "resharded"
@@ -30,10 +30,10 @@ _NUM_LIMITS = 5
 _TOLERANCE = 1e-6
 
 
-def seed(tell: Callable[[str], None], *, case: str, model: str, folder: str) -> None:
+def seed(tell: Callable[[str], None], *, part: str, case: str, model: str, folder: str) -> None:
     """Save a run in the layout of these ranks, once per side."""
     init_logger()
-    entry, work = LOAD_CASES[case], Path(folder)
+    entry, work = TABLES[part][case], Path(folder)
     run = Run(SIZES[model], str(work))
     for side in _save(entry, run, work).values():
         side.close()
@@ -42,6 +42,7 @@ def seed(tell: Callable[[str], None], *, case: str, model: str, folder: str) -> 
 def measure(
     tell: Callable[[str], None],
     *,
+    part: str,
     case: str,
     model: str,
     folder: str,
@@ -53,14 +54,12 @@ def measure(
     """Samples of this rank. ``other_folder`` is where ``seed`` saved."""
     init_logger()
     started_at = time.monotonic()
-    entry, work = LOAD_CASES[case], Path(folder)
+    entry, work = TABLES[part][case], Path(folder)
     run = Run(SIZES[model], str(work))
     limits = Limits(list(run.tensors()), work, dist.get_rank())
     tell("saving what is to be loaded")
     sides = {SAME: _save(entry, run, work)}
-    sides[RESHARDED] = {
-        name: entry.build(name, run, Path(other_folder) / name) for name in entry.sides
-    }
+    sides[RESHARDED] = {name: entry.build(name, run, Path(other_folder)) for name in entry.sides}
     folders = {SAME: work, RESHARDED: Path(other_folder)}
     for layout, by_name in sides.items():
         for name, side in by_name.items():
@@ -93,11 +92,17 @@ def _timed_load(side: Side, cold: bool) -> float:
     return time.perf_counter() - started
 
 
-def _save(case: Case, run: Run, folder: Path) -> dict[str, Side]:
-    """Both sides, each with one checkpoint; beside them what is needed to see that it was loaded."""
-    sides = {}
+def _save(case: Case | Variants, run: Run, folder: Path) -> dict[str, Side]:
+    """All sides, each with one checkpoint; beside them what is needed to see that it was loaded."""
+    sides: dict[str, Side] = {}
     for name in case.sides:
-        side = sides[name] = case.build(name, run, folder / name)
+        side = case.build(name, run, folder)
+        is_there = side.path_of(FIRST_STEP) in (
+            other.path_of(FIRST_STEP) for other in sides.values()
+        )
+        sides[name] = side
+        if is_there:
+            continue  # they share it
         side.save(FIRST_STEP)
         side.wait_for_staging()
         side.wait_for_saving()

@@ -18,7 +18,7 @@ from benchmarks.harness import usage
 from benchmarks.harness.limits import Limits
 from benchmarks.harness.models import all_ranks, Run, SIZES
 from benchmarks.harness.pairs import turns
-from benchmarks.saving.cases import Case, CASES
+from benchmarks.saving.cases import Case, TABLES, Variants
 from benchmarks.saving.cycle import Saver, time_quiet_step
 
 _NUM_LIMITS = 5
@@ -27,6 +27,7 @@ _NUM_LIMITS = 5
 def measure(
     tell: Callable[[str], None],
     *,
+    part: str,
     case: str,
     model: str,
     folder: str,
@@ -37,16 +38,17 @@ def measure(
     """Samples of this rank: see ``checkpoint.py`` for how they are stored."""
     init_logger()
     started_at = time.monotonic()
-    entry, work = CASES[case], Path(folder)
+    entry, work = TABLES[part][case], Path(folder)
     run = Run(SIZES[model], str(work))
     limits = Limits(list(run.tensors()), work, dist.get_rank())
     found: dict[str, Any] = {"state_bytes": limits.size_bytes, "first": {}, "memory": {}}
     savers: dict[str, Saver] = {}
     for name in entry.sides:
-        tell(f"first saves of the {name}")
+        tell(f"first saves: {name}")
         savers[name], found["first"][name], found["memory"][name] = _open(
-            entry, name, run, work / name, warm_up_seconds
+            entry, name, run, work, warm_up_seconds
         )
+        entry.check(name, savers[name].newest)
     found |= {"idle": {name: [] for name in savers}, "busy": {name: [] for name in savers}}
     found |= {"limits": [], "quiet_step": [], "cpu": []}
     for number in range(num_pairs):
@@ -74,12 +76,12 @@ def measure(
 
 
 def _open(
-    case: Case, name: str, run: Run, folder: Path, warm_up_seconds: float
+    case: Case | Variants, name: str, run: Run, parent: Path, warm_up_seconds: float
 ) -> tuple[Saver, dict[str, float], dict[str, Any]]:
     """The saver of a side, the times of its first save, and the memory of its second one."""
     usage.give_back_freed_memory()  # or this side would seem to need less than the one before it
     before = usage.read()
-    saver = Saver(case.build(name, run, folder), run)
+    saver = Saver(case.build(name, run, parent), run)
     saver.side.prepare()
     # In a run there are many steps before the first save, in which what was prepared gets ready.
     until = time.monotonic() + (warm_up_seconds if case.is_async else 0)

@@ -60,7 +60,21 @@ class Side(Protocol):
 class ManagerSide:
     """A checkpoint manager, built and called as the trainer does it."""
 
-    def __init__(self, run: Run, folder: Path, manager: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        manager: str,
+        settings: dict[str, Any],
+        *,
+        has_digests: bool = True,
+        is_last_save: bool = False,
+    ) -> None:
+        """
+        Args:
+            has_digests: whether saves take digests and leave a manifest.
+            is_last_save: whether each save is made as that after the last step.
+        """
         module, _, name = manager.partition(":")
         kind = getattr(importlib.import_module(module), name)
         rank_state = RankState(
@@ -82,13 +96,18 @@ class ManagerSide:
             base_folder="",
         )
         self._folder, self._run = folder, run
+        self._is_last_save = is_last_save
+        if not has_digests:
+            # Not a setting: nobody should be without them. A save that has no head has no manifest.
+            self._manager._head_of = lambda *args, **kwargs: None
 
     def prepare(self) -> None:
-        self._manager.save(FIRST_STEP - 1)
+        if not self._is_last_save:
+            self._manager.save(FIRST_STEP - 1)
 
     def save(self, step: int) -> None:
         self._run.progress.values["step"] = step
-        if not self._manager.save(step):
+        if not self._manager.save(step, last_step=self._is_last_save):
             raise RuntimeError(f"the manager did not save step {step}")
 
     def wait_for_staging(self) -> None:

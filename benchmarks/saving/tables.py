@@ -16,8 +16,18 @@ from benchmarks.harness.table import (
     table,
     timed,
 )
-from benchmarks.saving.cases import MANAGER
-from benchmarks.saving.findings import Comparison, Growths, LIMIT, Limits, Loads, METRICS, Saves
+from benchmarks.saving.findings import (
+    Checks,
+    Comparison,
+    DIGEST_LIMIT,
+    Digests,
+    Growths,
+    LIMIT,
+    Limits,
+    Loads,
+    METRICS,
+    Saves,
+)
 
 _COSTS = ("call", "blocked", "overlapped", "lost", "durable", "durable_beside")
 
@@ -27,16 +37,26 @@ def document(results: Sequence[Result]) -> str:
     saves = [Saves(result) for result in results if result.cell.part == "save"]
     loads = [Loads(result) for result in results if result.cell.part == "load"]
     growths = [Growths(result) for result in results if result.cell.part == "growth"]
+    digests = [Digests(result) for result in results if result.cell.part == "digests"]
+    checks = [Checks(result) for result in results if result.cell.part == "verify"]
     sections = [
         (f"Measured on: {_machine(results)}", None),
-        ("Limits of the machine, medians", limits_table([*saves, *loads])),
+        (
+            "Limits of the machine, medians",
+            limits_table([*saves, *loads, *digests, *checks]),
+        ),
         ("Saves: time, and times the limit of the machine", cost_table(saves)),
         (f"Saves: manager over library, limit {LIMIT}", comparison_table(saves)),
         ("Saves: size and memory, over the state", size_table(saves)),
         ("Loads: time, and times a plain read", load_table(loads)),
         (f"Loads: manager over library, limit {LIMIT}", load_comparison_table(loads)),
+        (
+            f"Saves: with digests over without; durable: limit {DIGEST_LIMIT:.2f}, blocked: no change",
+            comparison_table(digests),
+        ),
+        ("Loads: checked over unchecked", check_table(checks)),
         ("Change over many saves, of the rank that changed most", growth_table(growths)),
-        (_summary(saves, loads, growths), None),
+        (_summary([*saves, *digests], [*loads, *checks], growths), None),
     ]
     return "\n\n".join(
         text if body is None else f"**{text}**\n\n{body}" for text, body in sections if body != ""
@@ -99,8 +119,8 @@ def comparison_table(saves: Sequence[Saves]) -> str:
     names = [name for name, metric in METRICS.items() if metric.is_compared]
     rows = []
     for cell in saves:
-        if MANAGER in cell.sides:
-            pairs = counted(len(cell.samples(MANAGER, "blocked")), "pair")
+        if cell.OVER in cell.sides:
+            pairs = counted(len(cell.samples(cell.OVER, "blocked")), "pair")
             compared = [_compared(cell.comparison(name)) for name in names]
             rows.append([*_place(cell), pairs, *compared])
     head = ["state", "case", "pairs", *(METRICS[name].title for name in names)]
@@ -136,11 +156,32 @@ def load_table(loads: Sequence[Loads]) -> str:
 def load_comparison_table(loads: Sequence[Loads]) -> str:
     rows = []
     for cell in loads:
-        pairs = counted(len(cell.samples(MANAGER, cell.layouts[0])), "pair")
-        compared = [_compared(cell.comparison(layout)) for layout in cell.layouts]
+        pairs = counted(len(cell.samples(cell.UNDER, cell.layouts[0])), "pair")
+        compared = [
+            _compared(comparison)
+            for layout in cell.layouts
+            for comparison in cell.comparisons(layout).values()
+        ]
         rows.append([*_place(cell), pairs, *compared])
     head = ["state", "format", "pairs", "saved by as many ranks", "saved by other ranks"]
     return table(head, rows) if rows else ""
+
+
+def check_table(checks: Sequence[Checks]) -> str:
+    rows = []
+    for cell in checks:
+        pairs = counted(len(cell.samples(cell.UNDER, cell.layouts[0])), "pair")
+        for layout in cell.layouts:
+            by_mode = cell.comparisons(layout)
+            compared = [_compared(by_mode.get(mode)) for mode in cell.LIMITS]
+            unchecked = seconds(cell.median(cell.UNDER, layout))
+            rows.append([*_place(cell), pairs, _LAYOUTS[layout], unchecked, *compared])
+    limits = [f"verify {mode}, limit {limit:.2f}" for mode, limit in Checks.LIMITS.items()]
+    head = ["state", "format", "pairs", "saved by", "verify off", *limits]
+    return table(head, rows) if rows else ""
+
+
+_LAYOUTS = {"same": "as many ranks", "resharded": "other ranks"}
 
 
 def growth_table(growths: Sequence[Growths]) -> str:
@@ -184,7 +225,7 @@ def _summary(saves: Sequence[Saves], loads: Sequence[Loads], growths: Sequence[G
     ]
     counts = {kind: sum(found is kind for _, found in verdicts) for kind in Verdict}
     told = ", ".join(f"{number} {kind.value}" for kind, number in counts.items() if number)
-    lines = [f"{counted(len(verdicts), 'comparison')} with a limit of {LIMIT}: {told}."]
+    lines = [f"{counted(len(verdicts), 'comparison')} with a limit: {told}."]
     lines += [f"- missed: {what}" for what in missed]
     lines += [f"- grows: {what}" for what in grown]
     return "\n".join(lines)
@@ -193,14 +234,13 @@ def _summary(saves: Sequence[Saves], loads: Sequence[Loads], growths: Sequence[G
 def _verdicts(saves: Iterable[Saves], loads: Iterable[Loads]) -> Iterator[tuple[str, Verdict]]:
     for cell in saves:
         for name, metric in METRICS.items():
-            found = cell.comparison(name) if metric.is_compared else None
+            found = cell.comparison(name)
             if found is not None:
                 yield f"{cell.result.cell}, {metric.title}", found.verdict
     for load in loads:
         for layout in load.layouts:
-            found = load.comparison(layout)
-            if found is not None:
-                yield f"{load.result.cell}, {layout} layout", found.verdict
+            for side, found in load.comparisons(layout).items():
+                yield f"{load.result.cell}, {side}, {layout} layout", found.verdict
 
 
 def _by_layout(cells: Sequence[Saves | Loads]) -> dict[str, list[Saves | Loads]]:

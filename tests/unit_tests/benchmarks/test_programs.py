@@ -20,12 +20,11 @@ from tests.ranks.pinned_runs import await_end
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 
-def test_saves_loads_and_growth_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_part_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = CheckpointOptions(
         model=("tiny",),
         ranks=(2,),
+        parts=checkpoint.PARTS,
         cases=("dcp-async",),
         pairs=2,
         growth_model="tiny",
@@ -35,7 +34,8 @@ def test_saves_loads_and_growth_are_measured(
     )
     assert checkpoint.work(options) == 0
     cell = "tiny-2-dcp-async.json"
-    names = {f"save-{cell}", f"growth-{cell}", "load-tiny-2-dcp.json", "tables.md", "page.html"}
+    names = {f"save-{cell}", f"growth-{cell}", f"digests-{cell}", "tables.md", "page.html"}
+    names |= {"load-tiny-2-dcp.json", "verify-tiny-2-dcp.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for rank in json.loads((tmp_path / "out" / f"save-{cell}").read_text())["by_rank"]:
         for kind in ("idle", "busy"):
@@ -46,8 +46,8 @@ def test_saves_loads_and_growth_are_measured(
     page = (tmp_path / "out/page.html").read_text()
     assert "Plotly.newPlot" in page and "<script src=" not in page
     told = capsys.readouterr()
-    assert "6 comparisons with a limit of 1.05: 6 too few pairs." in told.out
-    assert "[3/3] tiny, 2 ranks, growth dcp-async: done" in told.err
+    assert "14 comparisons with a limit: 14 too few pairs." in told.out
+    assert "[5/5] tiny, 2 ranks, growth dcp-async: done" in told.err
     # A report measures nothing.
     assert checkpoint.work(CheckpointOptions(output=tmp_path / "out", report=True)) == 0
     assert capsys.readouterr().out == told.out
@@ -84,7 +84,7 @@ def test_a_signal_ends_all_that_was_started(tmp_path: Path, number: int, code: i
     )
     assert program.stderr is not None
     for line in program.stderr:
-        if "first saves of the manager" in line:
+        if "first saves: manager" in line:
             break
     started = sorted(marked_with("=".join(mark)) - {program.pid})
     assert len(started) >= 2  # the rank, and the process that the library writes in

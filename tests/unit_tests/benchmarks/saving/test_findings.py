@@ -8,7 +8,7 @@ from benchmarks.harness.page import Intervals
 from benchmarks.harness.pairs import Verdict
 from benchmarks.harness.results import Cell, Result
 from benchmarks.saving.figures import figures
-from benchmarks.saving.findings import Growths, Loads, METRICS, Saves
+from benchmarks.saving.findings import Checks, Digests, Growths, Loads, METRICS, Saves
 from benchmarks.saving.tables import document
 
 MACHINE = Machine(
@@ -54,6 +54,24 @@ def loads(manager_seconds: float) -> Result:
     found: dict[str, Any] = {"state_bytes": 1000, "limits": LIMITS, "cpu": []}
     found["load"] = {"same": samples, "resharded": samples}
     cell = Cell(part="load", case="dcp", model="50M", ranks=1)
+    return Result(cell=cell, by_rank=[found], machine=MACHINE)
+
+
+def digests(case: str = "dcp-async", **with_digests: float) -> Result:
+    found = rank()
+    for key in ("idle", "busy"):
+        found[key] = {"without": cycles(15), "with": cycles(15, **with_digests)}
+    if case == "tc-sync":
+        found["busy"] = {"without": [], "with": []}
+    cell = Cell(part="digests", case=case, model="50M", ranks=1)
+    return Result(cell=cell, by_rank=[found], machine=MACHINE)
+
+
+def checks(size: float, full: float) -> Result:
+    samples = {"off": [0.5] * 15, "size": [size] * 15, "full": [full] * 15}
+    found: dict[str, Any] = {"state_bytes": 1000, "limits": LIMITS, "cpu": []}
+    found["load"] = {"same": samples, "resharded": samples}
+    cell = Cell(part="verify", case="tc", model="50M", ranks=1)
     return Result(cell=cell, by_rank=[found], machine=MACHINE)
 
 
@@ -110,16 +128,62 @@ def test_the_document_says_which_limits_were_missed_and_what_grows() -> None:
     results = [saves(rank(call=0.3)), loads(0.6), growths(1e6)]
     text = document(results)
     assert "- missed: 50M, 1 rank, save dcp-async, blocked, nothing to overlap" in text
-    assert "- missed: 50M, 1 rank, load dcp, resharded layout" in text
+    assert "- missed: 50M, 1 rank, load dcp, manager, resharded layout" in text
     assert "- grows: 4M, 1 rank, growth dcp-async, manager" in text
     assert "Some CPU, 2 cores" in text
     assert "- missed" not in document([saves(rank()), loads(0.5), growths(0.0)])
 
 
+@pytest.mark.parametrize(
+    ("done", "expected"), [(0.9, Verdict.MET), (0.91, Verdict.MISSED)], ids=["10 %", "11 %"]
+)
+def test_digests_may_cost_ten_percent_until_the_save_is_durable(
+    done: float, expected: Verdict
+) -> None:
+    found = Digests(digests(done=done))
+    for name in ("durable", "durable_beside"):
+        comparison = found.comparison(name)
+        assert comparison is not None and comparison.verdict is expected
+
+
+def test_digests_may_not_be_seen_in_what_training_waits_for() -> None:
+    for call, expected in ((0.2, Verdict.MET), (0.201, Verdict.MISSED)):
+        comparison = Digests(digests(call=call)).comparison("overlapped")
+        assert comparison is not None and comparison.verdict is expected
+    noisy = digests()
+    noisy.by_rank[0]["busy"]["with"] = cycles(7, call=0.1) + cycles(8, call=0.3)
+    comparison = Digests(noisy).comparison("overlapped")
+    assert comparison is not None and comparison.verdict is Verdict.UNCHANGED
+    assert Digests(digests(case="tc-sync", call=9.0)).comparison("blocked") is None
+
+
+def test_a_load_that_checks_is_held_to_the_limit_of_what_it_checks() -> None:
+    met = Checks(checks(size=0.51, full=0.625)).comparisons("same")
+    missed = Checks(checks(size=0.52, full=0.63)).comparisons("resharded")
+    assert [one.verdict for one in met.values()] == [Verdict.MET, Verdict.MET]
+    assert [one.verdict for one in missed.values()] == [Verdict.MISSED, Verdict.MISSED]
+    text = document([checks(size=0.52, full=0.5), digests(done=2.0)])
+    assert "- missed: 50M, 1 rank, verify tc, size, same layout" in text
+    assert "- missed: 50M, 1 rank, digests dcp-async, durable, nothing beside it" in text
+    assert "8 comparisons with a limit: 4 met, 4 missed." in text
+    assert "verify full, limit 1.25" in text and "| as many ranks | 0.50 s" in text
+
+
 def test_every_comparison_is_drawn_with_its_interval() -> None:
-    first, *others = figures([saves(rank()), loads(0.5), growths(0.0)])
-    assert isinstance(first, Intervals) and len(first.values) == 4 + 2
-    assert [figure.title for figure in others][-1] == "Change of memory over many saves"
+    results = [saves(rank()), loads(0.5), growths(0.0), digests(), checks(0.5, 0.6)]
+    drawn = figures(results)
+    assert {
+        figure.title: (figure.limit, len(figure.values))
+        for figure in drawn
+        if isinstance(figure, Intervals)
+    } == {
+        "Manager over library, limit 1.05": (1.05, 4 + 2),
+        "Saves with digests over without, limit 1.00": (1.0, 2),
+        "Saves with digests over without, limit 1.10": (1.1, 2),
+        "Loads that check over loads that do not, limit 1.25": (1.25, 2),
+        "Loads that check over loads that do not, limit 1.02": (1.02, 2),
+    }
+    assert drawn[-1].title == "Change of memory over many saves"
 
 
 def test_loads_and_growth_are_told_by_layout_and_by_kind() -> None:
