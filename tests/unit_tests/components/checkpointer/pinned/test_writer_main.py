@@ -11,11 +11,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import cause_of
+from torchtitan.components.checkpointer.integrity.manifest import head_of
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
 from torchtitan.components.checkpointer.pinned.dcp_shards import describe
 from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import take
 from torchtitan.components.checkpointer.pinned.writer_main import save
+
+from tests.unit_tests.components.checkpointer.test_dcp_manifest import require_true
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -45,11 +48,15 @@ def failure_of(request: Request, arena: Arena, trainer_pid: int) -> str:
 
 def test_a_request_becomes_a_checkpoint(tmp_path: Path) -> None:
     arena = Arena()
-    request = request_for(tmp_path / "step-1", {"w": torch.arange(3.0), "n": {"a": 4}}, arena)
+    head = head_of(1, "full", "dcp", 1, None)
+    job = pickle.dumps(DurableFileSystemWriter(str(tmp_path / "step-1"), head=head))
+    state = {"w": torch.arange(3.0), "n": {"a": 4}}
+    request = request_for(tmp_path / "step-1", state, arena, job=job)
     save(request, arena, dist.HashStore(), os.getppid())
     found = {"w": torch.zeros(3), "n": {"a": 0}}
     torch_dcp.load(found, checkpoint_id=str(tmp_path / "step-1"))
     assert found["w"].tolist() == [0, 1, 2] and found["n"] == {"a": 4}
+    assert require_true(tmp_path / "step-1").head == head
     arena.close()
 
 
@@ -60,6 +67,18 @@ def test_nothing_is_committed_once_the_trainer_is_gone(tmp_path: Path) -> None:
     assert f"the trainer, process {os.getpid()}, has ended" in failure
     names = sorted(path.name for path in (tmp_path / "step-1").iterdir())
     assert names == [".metadata.tmp", "__0_0.distcp"]
+    arena.close()
+
+
+class Custom:
+    """Of this program, so a load would have to import it."""
+
+
+def test_an_object_that_no_load_would_take_is_refused_by_its_key(tmp_path: Path) -> None:
+    arena = Arena()
+    request = request_for(tmp_path / "step-1", {"w": torch.ones(3), "n": {"a": Custom()}}, arena)
+    assert "n.a cannot be saved" in failure_of(request, arena, os.getppid())
+    assert list((tmp_path / "step-1").iterdir()) == []
     arena.close()
 
 
