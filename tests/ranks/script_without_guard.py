@@ -23,6 +23,9 @@ class OfThisProgram:
     rows = 3
 
 
+# It is data: to make one runs nothing.
+torch.serialization.add_safe_globals([OfThisProgram])
+
 folder = Path(sys.argv[1])
 with (folder / "runs of the program").open("a") as runs:
     runs.write("one\n")

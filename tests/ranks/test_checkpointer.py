@@ -180,7 +180,7 @@ def test_every_bit_comes_back_on_any_number_of_ranks(
         == {
             "dcp": {".metadata", "manifest.json", *(f"__{rank}_0.distcp" for rank in ranks)},
             "torch_checkpointing": {
-                "metadata.pkl",
+                *("metadata.pkl", "manifest.json"),
                 *(f"{part}_{rank}.pt" for part in ("model", "optimizer") for rank in ranks),
                 *(f"{part}_0.pt" for part in shared),
             },

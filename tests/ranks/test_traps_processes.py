@@ -173,7 +173,8 @@ def test_what_larger_and_earlier_runs_left_is_no_part_of_a_save(tmp_path: Path) 
             (left / file).write_bytes(b"of a run that was killed")
     assert run_on_ranks(2, save_steps, tmp_path, 1, 3) == [True, True]
     assert names(tmp_path) == ["step-1", "step-2", "step-3", "superseded"]
-    shared = {"dataloader_0.pt", "lr_scheduler_0.pt", "train_state_0.pt", "metadata.pkl"}
+    shared = {"dataloader_0.pt", "lr_scheduler_0.pt", "train_state_0.pt"}
+    shared |= {"metadata.pkl", "manifest.json"}
     own = {f"{item}_{rank}.pt" for item in ("model", "optimizer") for rank in (0, 1)}
     for step in (1, 2, 3):
         files = (tmp_path / f"checkpoint/step-{step}").iterdir()

@@ -74,7 +74,7 @@ def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
         return value, None
     except Exception as error:
         raise RuntimeError(
-            f"the state {key} cannot be saved: {type(error).__name__}: {error}"
+            f"the state {key} cannot be saved: {type(error).__name__}: {str(error).rstrip('.')}"
         ) from error
 
 

@@ -15,7 +15,9 @@ from torch_checkpointing.checkpoint_base import CheckpointInfo, CheckpointItem
 from torch_checkpointing.checkpoint_process import CheckpointProcess
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
-from torchtitan.components.checkpointer.errors import CheckpointReadError
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError
+from torchtitan.components.checkpointer.integrity.manifest import head_of
+from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
 from torchtitan.components.checkpointer.tc import background, defaults
 from torchtitan.components.checkpointer.tc.library import (
     Backend,
@@ -27,6 +29,8 @@ from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_proces
 from torchtitan.components.checkpointer.tc.resharder import Resharder
 from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
 from torchtitan.components.checkpointer.tc.writer_main import Job
+
+from tests.unit_tests.components.checkpointer.recomputed import manifest_in, require_true
 
 ALONE = rank_info_of_this_process()
 
@@ -102,9 +106,58 @@ def test_metadata_with_code_in_it_is_refused_by_the_reader_too(
     backend.save(f"{tmp_path}/step-1", state())
     content = pickle.dumps({"metadata": {}, "more": Harmful(tmp_path / "trace")})
     (tmp_path / "step-1/metadata.pkl").write_bytes(content)
-    with pytest.raises(CheckpointReadError, match="holds no code"):
+    with pytest.raises(CheckpointDamagedError, match="holds no code"):
         backend.load(f"{tmp_path}/step-1", into=state())
     assert not (tmp_path / "trace").exists()
+
+
+def test_an_item_without_metadata_is_read_as_data_too(backend: Backend, tmp_path: Path) -> None:
+    backend.save(f"{tmp_path}/step-1", state())
+    torch.save({"n": 1}, tmp_path / "step-1/extra_0.pt")
+    assert backend.load(f"{tmp_path}/step-1", into={"extra": {"n": 0}})["extra"] == {"n": 1}
+    torch.save({"n": Harmful(tmp_path / "trace")}, tmp_path / "step-1/extra_0.pt")
+    with pytest.raises(CheckpointDamagedError, match="extra_0.pt .*asks for posix.mkdir"):
+        backend.load(f"{tmp_path}/step-1", into={"extra": {"n": 0}})
+    assert not (tmp_path / "trace").exists()
+
+
+def verification(path: Path) -> Verification:
+    return Verification(str(path), manifest_in(path), Verify.FULL)
+
+
+def test_what_a_save_is_stands_in_its_manifest_and_not_in_that_of_another(
+    backend: Backend, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        is_described = step < 3
+        backend.head = head_of(step, "full", "tc", 1, None) if is_described else None
+        backend.save(f"{tmp_path}/step-{step}", state())
+        if is_described:
+            assert require_true(tmp_path / f"step-{step}").head.step == step
+    assert not (tmp_path / "step-3/manifest.json").exists()
+
+
+@pytest.mark.parametrize("file", ["metadata.pkl", "model_0.pt"])
+def test_a_load_checks_what_it_reads_as_far_as_it_is_told_to(
+    backend: Backend, tmp_path: Path, file: str
+) -> None:
+    backend.head = head_of(1, "full", "tc", 1, None)
+    path = tmp_path / "step-1"
+    backend.save(str(path), {"model": {"w": torch.zeros(1000, dtype=torch.int8)}})
+    content = bytearray((path / file).read_bytes())
+    backend.check_with(verification(path))
+    into = {"model": {"w": torch.ones(1000, dtype=torch.int8)}}
+    backend.load(str(path), into=into, strict=True)
+    assert not into["model"]["w"].any()
+    # In the middle of the tensor: nothing but its digest tells.
+    content[content.find(bytes(999)) + 500 if file == "model_0.pt" else 1] ^= 1
+    (path / file).write_bytes(content)
+    with pytest.raises(CheckpointDamagedError, match=f"{path}/{file} is damaged.*expected xxh3"):
+        backend.load(str(path), into=into, strict=True)
+    if file == "model_0.pt":
+        backend.check_with(None)
+        backend.load(str(path), into=into, strict=True)
+        assert into["model"]["w"].sum().item() == 1
 
 
 def test_it_ends_once_and_is_of_no_use_then(tmp_path: Path) -> None:
@@ -187,17 +240,21 @@ def test_all_items_are_staged_together_whatever_the_library_would_copy() -> None
 def test_a_job_is_what_the_writer_process_needs_of_this_save(backend: Backend) -> None:
     memory: Any = Memory()
     args: Any = "the arguments of the writer"
-    process = background.Process(args, (print, ("prepared",)))
+    head = head_of(5, "full", "tc", 1, None)
+    heads = [head]
+    process = background.Process(args, (print, ("prepared",)), find_head=lambda: heads[-1])
     assert isinstance(process, CheckpointProcess)
     background.checkpoint_logging_context.update(step=5)
     items = {key: CheckpointItem(value=memory) for key in ("model", "train_state")}
     ready: Future[Any] = Future()
     future = process.write(ready, "/run/step-5")
     background.checkpoint_logging_context.update(step=6)  # training goes on
+    heads.append(head_of(6, "full", "tc", 1, None))
     ready.set_result(CheckpointInfo(items).for_writes(b"metadata"))
     assert future.result(60) is None
     ((job, path),) = memory.jobs
     assert path == "/run/step-5" and job.args is args and job.metadata == b"metadata"
+    assert job.head is head
     assert job.log_context["step"] == 5 and job.init == (print, ("prepared",))
     assert dict(job.layouts) == {"model": None, "train_state": None}
     process.close()

@@ -1,5 +1,6 @@
 """Of torch_checkpointing 0.1.1: how its files are written, described and read, and what it records."""
 
+import inspect
 import io
 import os
 from dataclasses import fields, replace
@@ -8,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch_checkpointing import barriers, version as library_version
+from torch_checkpointing import barriers, default_resharder, version as library_version
 from torch_checkpointing.barriers import Barrier, BarrierConfig, DefaultStoreBarrierConfig
 from torch_checkpointing.checkpoint_base import CheckpointItem, CheckpointWriteInfo
 from torch_checkpointing.checkpoint_layout import default_torch_layout_info
+from torch_checkpointing.checkpoint_reader import CheckpointReader
 from torch_checkpointing.checkpoint_writer import (
+    _temp_dir_path,
     CallbackArgs,
     CheckpointWriter,
     CheckpointWriterArgs,
@@ -31,6 +34,7 @@ from torch_checkpointing.distributed_metadata import (
 )
 from torch_checkpointing.logging_utils import checkpoint_logging_context, EventLogger, EventType
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
+from torch_checkpointing.resharding import LoadPlan
 from torch_checkpointing.resharding_utils import (
     convert_nested_path_dict_to_fqn,
     dedupe_aliased_targets,
@@ -142,6 +146,11 @@ def test_a_writer_goes_from_files_to_the_final_name_in_this_order(
     assert steps.seen == [
         each for each in expected if rank == 0 or not any(word in each for word in of_rank_0)
     ]
+
+
+@relied_on_by("tc/writer.py: Writer._folder")
+def test_a_temporary_directory_stands_beside_the_final_one() -> None:
+    assert _temp_dir_path(Path("/run/step-7"), "tmp_") == Path("/run/tmp_step-7")
 
 
 @relied_on_by("tc/writer.py: Writer._write_key")
@@ -281,6 +290,45 @@ def test_a_load_goes_through_the_plans_and_takes_tensors_at_one_address_for_one(
     assert list(found) == [("whole",), ("row",), ("n",)] and found[("row",)] is tree["row"]
     kept, _, dropped = dedupe_aliased_targets(dict(found), {})
     assert list(kept) == [("row",), ("n",)] and dropped == [(("whole",), ("row",))]
+
+
+@relied_on_by("tc/resharder.py: Resharder._read_source_slices_with_offset_reads")
+def test_files_are_read_through_these_two_methods_and_with_these_helpers(tmp_path: Path) -> None:
+    offset = DefaultResharder._read_source_slices_with_offset_reads
+    full = DefaultResharder._read_source_slices_with_full_file_read
+    shared = ["item_key", "rank_plans", "storage"]
+    assert parameters_of(offset) == [
+        *("file_path", "layout_info", "source_rank", *shared, "safetensors_header"),
+    ]
+    assert parameters_of(full) == ["file_path", "layout_info", *shared]
+    used = inspect.getsource(offset) + inspect.getsource(full)
+    for helper in (
+        *("_validate_offset_read_archive", "_flatten_state_dict", "_read_source_tensor_slice"),
+        *("_slice_source_tensor", "_unwrap_dtensor", "load_torch_serialized_from_storage"),
+    ):
+        assert f"{helper}(" in used and hasattr(default_resharder, helper)
+    # Left to itself it reads pickles that may call anything, in both of them.
+    assert "weights_only=False" in used
+    assert "_load" in inspect.getsource(default_resharder.load_torch_serialized_from_storage)
+    torch.save({"a": {"b": torch.arange(6.0).view(2, 3)}}, tmp_path / "file")
+    plan = LoadPlan((0,), (1, 2), 0, "a.b", (1, 1), (1, 2), ())
+    with io.FileIO(tmp_path / "file") as stream:
+        default_resharder._validate_offset_read_archive(stream)
+        tree = torch.load(stream, map_location="meta", weights_only=True)
+        source = default_resharder._flatten_state_dict("item", tree)["a.b"]
+        found = default_resharder._read_source_tensor_slice(stream, source, plan)
+    assert found.tolist() == [[4.0, 5.0]]
+
+
+@relied_on_by("tc/library.py: WholeReader._load_full_file")
+def test_what_is_not_read_in_slices_goes_through_one_method() -> None:
+    assert parameters_of(CheckpointReader._load_full_file) == [
+        *("file_path", "layout_info", "map_location"),
+    ]
+    assert "weights_only=False" in inspect.getsource(CheckpointReader._load_full_file)
+    assert "_load_full_file" in attributes_used(CheckpointReader._read_without_resharding)
+    given = CheckpointReader(RankInfo(0, 1, 0, 1), BUFFERED, storage=BUFFERED.create_storage())
+    assert isinstance(given._storage, LocalFileSystemStorage)
 
 
 @relied_on_by("tc/reading.py", "tc/resharder.py: Resharder.should_reshard")

@@ -1,6 +1,7 @@
 """What a rank hands over: its tensors as they are, everything else as a copy of this moment."""
 
 import threading
+from collections import defaultdict, OrderedDict
 from typing import Any
 
 import pytest
@@ -101,6 +102,59 @@ def test_a_state_that_cannot_be_saved_is_named_before_a_save_has_begun(
     with pytest.raises(CheckpointSaveError, match=f"{ASKED} failed: rank 0: {said}") as caught:
         payload(fine=1, odd=state)
     assert str(caught.value).endswith(". Older checkpoints are untouched.")
+
+
+class Own:
+    """Of the program that trains; a load would have to run it."""
+
+
+class Noted(dict[str, Any]):
+    """A dict with a name of its own."""
+
+
+def noted_on(tensor: torch.Tensor, note: Any) -> torch.Tensor:
+    tensor.note = note  # pyrefly: ignore[missing-attribute]  (what some libraries do)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "key,state,said",
+    [
+        ("dataloader", {"a": {"b": Own()}}, "dataloader.a.b cannot be saved, .*asks for .*Own"),
+        ("optimizer", {"state": {"w": Own()}}, "optimizer.state.w cannot be saved, .*Own"),
+        ("model", {"extra": [1, Own()]}, r"model.extra.1 cannot be saved, .*Own"),
+        ("model", {"extra": (1, Own())}, r"model.extra cannot be saved, .*Own"),
+        ("optimizer", defaultdict(list, a=1), "optimizer cannot be saved, .*defaultdict"),
+        ("optimizer", {"a": Noted(b=1)}, "optimizer.a cannot be saved, .*Noted"),
+        ("model", {"w": noted_on(torch.zeros(1), Own())}, "model.w cannot be saved, .*Own"),
+        ("optimizer", {"f": print}, "optimizer.f cannot be saved, .*print"),
+        ("optimizer", {"lock": threading.Lock()}, "optimizer.lock cannot be saved: TypeError"),
+        ("optimizer", {("a", Own): 1}, "a key of optimizer cannot be saved, .*Own"),
+    ],
+)
+def test_what_no_load_would_take_is_named_with_its_key_before_a_save_has_begun(
+    key: str, state: Any, said: str
+) -> None:
+    with pytest.raises(CheckpointSaveError, match=f"rank 0: the state {key} cannot be .*{said}"):
+        payload(**{key: state})
+
+
+def test_what_a_load_takes_can_be_saved() -> None:
+    odd = {
+        "text": "a",
+        "pair": (1, 2.5),
+        "set": {1, 2},
+        "bytes": b"ab",
+        "complex": 1j,
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2]),
+        "ordered": OrderedDict(a=torch.zeros(1)),
+        "noted": noted_on(torch.zeros(1), 3),
+        "none": None,
+    }
+    found = payload(model=odd, optimizer={3: odd}, dataloader=odd)
+    assert found["model"] is odd and found["optimizer"][3] is odd
+    assert decode(found["dataloader"])["set"] == {1, 2}
 
 
 def test_an_entry_of_the_model_that_hides_another_state_is_refused() -> None:

@@ -3,7 +3,10 @@
 On one rank out of four that are not there: descriptions take no exchange.
 """
 
-from collections.abc import Iterator
+import errno
+import os
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,11 @@ from torch_checkpointing.distributed_metadata import (
     ShardingMetadata,
 )
 from torch_checkpointing.dtensor_metadata import DTensorShardingMetadata
+from torch_checkpointing.storage.base_storage import Storage
 from torch_checkpointing.types import NestedPath
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
 from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain, Resharder
-from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
+from torchtitan.components.checkpointer.tc.storage import DurableStorage, DurableStorageConfig
 
 from tests.unit_tests.components.checkpointer.tc.stand_ins import plain_tensor
 
@@ -163,14 +168,35 @@ def test_one_name_for_different_tensors_is_refused(other: Any, said: str) -> Non
     )
 
 
-def load(folder: Path, saved: dict[str, Any], target: dict[str, Any]) -> list[NestedPath]:
-    """Read into ``target`` what one rank has ``saved``."""
-    torch.save(saved, folder / "model_0.pt")
+def load(
+    folder: Path,
+    saved: dict[str, Any],
+    target: dict[str, Any],
+    *,
+    change: Callable[[Path], None] = lambda path: None,
+    storage: Storage | None = None,
+    compressed: bool = False,
+) -> list[NestedPath]:
+    """Read into ``target`` what one rank has ``saved``, once its file is changed."""
+    file = folder / "model_0.pt"
+    torch.save(saved, file)
+    if compressed:
+        compress(file)
+    change(file)
     resharder = Resharder()
     source = resharder.extract_sharding_metadata("model", saved)
     wanted = resharder.extract_sharding_metadata("model", target)
-    storage = DurableStorageConfig().create_storage()
+    storage = storage or DurableStorageConfig().create_storage()
     return resharder.load(folder, "model", wanted, item_of(source), target, storage)
+
+
+def compress(file: Path) -> None:
+    """As another program might, which makes reading in slices impossible."""
+    with zipfile.ZipFile(file) as archive:
+        records = {info: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for info, content in records.items():
+            archive.writestr(info.filename, content)
 
 
 def test_views_that_begin_at_one_address_are_all_filled(tmp_path: Path) -> None:
@@ -191,3 +217,59 @@ def test_a_tensor_that_the_checkpoint_lacks_is_told(tmp_path: Path) -> None:
     target = {"w": torch.ones(2), "other": torch.ones(1)}
     assert load(tmp_path, {"w": torch.zeros(2)}, target) == [("other",)]
     assert target["w"].tolist() == [0.0, 0.0] and target["other"].tolist() == [1.0]
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_file_that_asks_for_code_is_refused_and_nothing_of_it_runs(
+    tmp_path: Path, compressed: bool
+) -> None:
+    trace, target = tmp_path / "trace", {"w": torch.zeros(2)}
+    saved = {"w": torch.ones(2), "more": Harmful(trace)}
+    with pytest.raises(CheckpointDamagedError, match="model_0.pt .*asks for posix.mkdir"):
+        load(tmp_path, saved, target, compressed=compressed)
+    assert not trace.exists() and not target["w"].any()
+    # It would have: a reader that trusts the file runs it.
+    torch.load(tmp_path / "model_0.pt", weights_only=False)
+    assert trace.exists()
+
+
+def test_a_file_that_cannot_be_read_in_slices_is_read_as_a_whole(tmp_path: Path) -> None:
+    saved = {"w": torch.arange(4.0), "b": torch.ones(1)}
+    target = {"w": torch.zeros(4), "b": torch.zeros(1)}
+    assert load(tmp_path, saved, target, compressed=True) == []
+    assert target["w"].tolist() == [0.0, 1.0, 2.0, 3.0] and target["b"].tolist() == [1.0]
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "other bytes": lambda path: path.write_bytes(b"x" * 500),
+    "another tensor": lambda path: torch.save({"other": torch.ones(2)}, path),
+    "a smaller tensor": lambda path: torch.save({"w": torch.ones(1)}, path),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told_of_a_file_that_nothing_is_known_about(tmp_path: Path, damage: str) -> None:
+    with pytest.raises(CheckpointDamagedError, match="model_0.pt"):
+        load(tmp_path, {"w": torch.ones(2)}, {"w": torch.zeros(2)}, change=DAMAGES[damage])
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path) -> None:
+    class Failing(DurableStorage):
+        def _open_for_read(self, path: Path, use_direct_io: bool) -> Any:
+            raise OSError(errno.EIO, "Input/output error")
+
+    storage = Failing(DurableStorageConfig())
+    with pytest.raises(CheckpointReadError, match="says nothing about the checkpoint") as caught:
+        load(tmp_path, {"w": torch.ones(2)}, {"w": torch.zeros(2)}, storage=storage)
+    assert type(caught.value) is CheckpointReadError

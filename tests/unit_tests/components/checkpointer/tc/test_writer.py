@@ -1,6 +1,7 @@
 """The files of a rank get their name when all ranks have written; whatever fails is told to all."""
 
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch_checkpointing.checkpoint_base import CheckpointItem, CheckpointWriteInfo
-from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs, CheckpointWriterConfig
+from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo, RawSerialization
+from torch_checkpointing.checkpoint_writer import (
+    CallbackArgs,
+    CheckpointWriterArgs,
+    CheckpointWriterConfig,
+)
 from torch_checkpointing.types import RankInfo
+from torchtitan.components.checkpointer.integrity.manifest import head_of, RunDescription
 from torchtitan.components.checkpointer.pinned.meeting import OtherRankFailedError
 from torchtitan.components.checkpointer.pinned.serving import require_trainer, TrainerGoneError
 from torchtitan.components.checkpointer.tc.commit import Commit, Files, StoreCommit
 from torchtitan.components.checkpointer.tc.storage import DurableStorage, DurableStorageConfig
 from torchtitan.components.checkpointer.tc.writer import Writer
 
-from tests.unit_tests.components.checkpointer.tc.stand_ins import FullDisk
+from tests.unit_tests.components.checkpointer.recomputed import require_true
+from tests.unit_tests.components.checkpointer.tc.stand_ins import FullDisk, Watched
 
 
 def writer_args(
@@ -164,3 +172,125 @@ def test_writers_of_three_ranks_name_a_checkpoint_that_is_whole_or_none(
 def test_a_storage_that_travels_is_made_anew_where_it_is_needed() -> None:
     writer = Writer(writer_args(), lambda: pytest.fail())
     assert isinstance(writer._checked._storage, DurableStorage)
+
+
+HEAD = head_of(1, "full", "torch_checkpointing", 1, RunDescription({"steps": 9}, {"dp": 1}))
+
+
+def nested(rank: int = 0) -> CheckpointWriteInfo:
+    """Items in files of several kinds and places."""
+    layouts = {
+        "model": None,
+        "text": LayoutInfo("inside/text.json", JsonSerialization()),
+        "raw": LayoutInfo("raw.bin", RawSerialization()),
+    }
+    values = {"model": {"w": torch.arange(2_000_000)}, "text": {"a": rank}, "raw": b"raw"}
+    items = {key: CheckpointItem(value=values[key], layout=layouts[key]) for key in values}
+    return CheckpointWriteInfo(items, serialized_distributed_metadata=b"metadata")
+
+
+def test_the_manifest_is_the_last_file_before_the_name_and_tells_of_every_other_one(
+    tmp_path: Path,
+) -> None:
+    storage = Watched()
+    asked: list[list[str]] = []
+    writer = Writer(
+        writer_args(storage=storage),
+        lambda: Noted(tmp_path),
+        lambda: asked.append(sorted(os.listdir(tmp_path / "tmp_step-1"))),
+        lambda: HEAD,
+    )
+    writer.write(str(tmp_path / "step-1"), nested())
+    found = require_true(tmp_path / "step-1")
+    assert found.head == HEAD
+    assert found.files.keys() == {"inside/text.json", "metadata.pkl", "model_0.pt", "raw.bin"}
+    made = [call for call in storage.calls if call[0] in ("stream_write", "write", "rename")]
+    assert made[-3:] == [
+        ("write", tmp_path / "tmp_step-1/metadata.pkl"),
+        ("write", tmp_path / "tmp_step-1/manifest.json"),
+        ("rename", tmp_path / "tmp_step-1"),
+    ]
+    # Whether it may be published is looked at when nothing but that is left to do.
+    assert asked == [["inside", "manifest.json", "metadata.pkl", "model_0.pt", "raw.bin"]]
+
+
+def test_the_manifest_is_written_when_all_have_written_and_before_they_know_of_it(
+    tmp_path: Path,
+) -> None:
+    commit = Noted(tmp_path / "tmp_step-1", failing="agree")
+    writer = Writer(writer_args(), lambda: commit, find_head=lambda: HEAD)
+    with pytest.raises(OtherRankFailedError):
+        writer.write(str(tmp_path / "step-1"), content())
+    assert commit.seen[0] == ("agree", ["metadata.pkl", "model_0.pt"])
+    assert "manifest.json" not in os.listdir(tmp_path / "tmp_step-1")
+
+
+def test_a_manifest_that_cannot_be_written_fails_all_and_no_name_is_given(tmp_path: Path) -> None:
+    class NoRoom(DurableStorage):
+        def write(self, path: Path, data: Any) -> None:
+            if path.name == "manifest.json":
+                raise OSError(28, "No space left on device")
+            super().write(path, data)
+
+    commit = Noted(tmp_path)
+    writer = Writer(writer_args(), lambda: commit, find_head=lambda: HEAD)
+    writer._checked._storage = NoRoom(DurableStorageConfig())
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(str(tmp_path / "step-1"), content())
+    assert [what for what, _ in commit.seen] == ["agree", "fail with OSError"]
+    assert os.listdir(tmp_path) == ["tmp_step-1"]
+
+
+def test_a_manifest_knows_nothing_of_a_save_that_failed_before(tmp_path: Path) -> None:
+    commits = iter([Noted(tmp_path, failing="agree"), Noted(tmp_path)])
+    writer = Writer(writer_args(), lambda: next(commits), find_head=lambda: HEAD)
+    with pytest.raises(OtherRankFailedError):
+        writer.write(str(tmp_path / "step-1"), nested())
+    shutil.rmtree(tmp_path / "tmp_step-1")  # as the next attempt begins
+    writer.write(str(tmp_path / "step-1"), content())
+    assert require_true(tmp_path / "step-1").files.keys() == {"metadata.pkl", "model_0.pt"}
+
+
+def test_written_in_place_the_manifest_still_comes_last(tmp_path: Path) -> None:
+    storage = Watched()
+    args = writer_args(storage=storage)
+    alone = replace(args.config, barrier_config=None, write_to_temp_dir=False)
+    writer = Writer(
+        replace(args, config=alone), lambda: pytest.fail("nobody"), find_head=lambda: HEAD
+    )
+    writer.write(str(tmp_path / "step-1"), nested())
+    require_true(tmp_path / "step-1")
+    made = [path.name for name, path in storage.calls if "write" in name]
+    assert made[-2:] == ["metadata.pkl", "manifest.json"]
+
+
+def test_what_a_callback_writes_is_in_the_manifest(tmp_path: Path) -> None:
+    def consolidate(given: CallbackArgs) -> None:
+        folder = Path(given.path)
+        given.storage.write(folder / "part", b"one")
+        given.storage.rename(folder / "part", folder / "whole.bin")
+        given.storage.delete(folder / "model_0.pt")
+
+    args = replace(writer_args(), pre_finalize_callback=consolidate)
+    writer = Writer(args, lambda: Noted(tmp_path), find_head=lambda: HEAD)
+    writer.write(str(tmp_path / "step-1"), content())
+    assert require_true(tmp_path / "step-1").files.keys() == {"metadata.pkl", "whole.bin"}
+
+
+def test_three_ranks_leave_one_manifest_of_all_their_files(tmp_path: Path) -> None:
+    store = dist.HashStore()
+
+    def write(rank: int) -> None:
+        args = writer_args(rank, 3)
+        commit = StoreCommit(args.rank_info, store, 1)
+        Writer(args, lambda: commit, find_head=lambda: HEAD).write(
+            str(tmp_path / "step-1"), content(rank)
+        )
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    files = require_true(tmp_path / "step-1").files
+    assert files.keys() == {"metadata.pkl", *(f"model_{rank}.pt" for rank in range(3))}
