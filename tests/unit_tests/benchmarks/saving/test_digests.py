@@ -15,11 +15,11 @@ from tests.ranks.pool import run_on_ranks
 
 def count_digested_bytes(folder: Path, case: str) -> dict[str, int]:
     """What each side hashes in one save; the modes write in this process."""
-    run, variants, counts = Run(SIZES["tiny"], str(folder)), DIGEST_CASES[case], {}
+    run, variants, take = Run(SIZES["tiny"], str(folder)), DIGEST_CASES[case], Hasher.update
+    counts: dict[str, int] = {}
     for name in variants.sides:
         side = variants.build(name, run, folder)
         counts[name] = 0
-        take = Hasher.update
 
         def update(self: Hasher, buffer: Any, name: str = name) -> None:
             counts[name] += memoryview(buffer).nbytes
