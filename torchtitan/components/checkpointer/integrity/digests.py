@@ -146,7 +146,7 @@ class HashingStream(io.IOBase):
     """
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream = self._context = stream
         self._hasher = Hasher()
 
     def digest(self) -> FileDigest:
@@ -210,7 +210,7 @@ class HashingStream(io.IOBase):
 
     def __enter__(self) -> "HashingStream":
         # Some streams open their file here, and some hand out another object.
-        self._stream = self._stream.__enter__()
+        self._stream = self._context.__enter__()
         return self
 
     def __exit__(
@@ -219,7 +219,7 @@ class HashingStream(io.IOBase):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> None:
-        self._stream.__exit__(exc_type, exc_val, exc_tb)
+        self._context.__exit__(exc_type, exc_val, exc_tb)
 
     def __del__(self) -> None:
         # IOBase would close the stream, which belongs to whoever opened it.

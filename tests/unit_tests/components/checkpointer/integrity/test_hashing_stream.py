@@ -135,6 +135,18 @@ def test_leaving_it_leaves_the_stream_with_the_same_error() -> None:
     assert left == [KeyError, None]
 
 
+def test_a_stream_may_hand_out_another_object_when_it_is_entered() -> None:
+    target = io.BytesIO()
+
+    @contextmanager
+    def opened() -> Generator[io.BytesIO]:
+        yield target
+
+    with HashingStream(opened()) as stream:
+        stream.write(b"abc")
+    assert target.getvalue() == b"abc" and stream.digest() == digest_of(b"abc")
+
+
 def test_the_stream_outlives_a_wrapper_that_is_forgotten(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as file:
         stream = HashingStream(file)

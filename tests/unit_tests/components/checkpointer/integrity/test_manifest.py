@@ -169,6 +169,8 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
         lambda fields: fields["files"].update({"/etc/passwd": fields["files"][".metadata"]}),
         lambda fields: fields["files"][".metadata"].update(size_bytes="5"),
         lambda fields: fields["files"][".metadata"].update(size_bytes=-1),
+        lambda fields: fields["files"][".metadata"].update(size_bytes=5.0),
+        lambda fields: fields["files"][".metadata"].update(size_bytes=True),
         lambda fields: fields["files"][".metadata"].update(size_bytes=BLOCK_BYTES + 1),
         lambda fields: fields["files"][".metadata"].update(xxh3_64=None),
         lambda fields: fields["files"][".metadata"].update(blocks=[]),
