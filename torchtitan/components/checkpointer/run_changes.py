@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.components.checkpointer.integrity.manifest import plain
 from torchtitan.components.checkpointer.state import OPTIMIZER, RANK_STATE
 
 _NOT_COMPARED = re.compile(
@@ -41,8 +42,7 @@ def changes(
     then: dict[str, Any], now: dict[str, Any], *, excluded: Collection[str] = ()
 ) -> list[Change]:
     """The settings that differ, in the order of the config; ``excluded`` parts are not restored."""
-    # As a manifest keeps it: lists for tuples, text for what JSON does not know.
-    before, after = dict(_flat(then)), dict(_flat(json.loads(json.dumps(now, default=str))))
+    before, after = dict(_flat(then)), dict(_flat(plain(now)))
     return [
         Change(
             name=name,

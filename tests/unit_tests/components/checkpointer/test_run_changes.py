@@ -1,6 +1,8 @@
+import functools
 from typing import Any
 
 import pytest
+from torchtitan.components.checkpointer.integrity.manifest import plain
 from torchtitan.components.checkpointer.run_changes import changes, told
 
 THEN: dict[str, Any] = {
@@ -41,6 +43,17 @@ GROUP = "optimizer__param_groups__0__"
 def test_equal_settings_are_no_change_whatever_their_type_in_memory() -> None:
     same = now(**{f"{GROUP}optimizer_kwargs__betas": (0.9, 0.95)})
     assert changes(THEN, same) == []
+
+
+def test_a_function_is_the_same_wherever_it_lies_in_memory() -> None:
+    def init_with(std: float) -> Any:
+        # Another object each time, at another address.
+        return functools.partial(lambda tensor, std: None, std=std)
+
+    before, after = init_with(0.5), init_with(0.5)
+    then = plain(THEN | {"model": {"init": before}})
+    assert changes(then, THEN | {"model": {"init": after}}) == []
+    assert len(changes(then, THEN | {"model": {"init": init_with(0.25)}})) == 1
 
 
 @pytest.mark.parametrize(

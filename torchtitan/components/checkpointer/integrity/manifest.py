@@ -36,6 +36,7 @@ SCHEMA = 1
 ManifestKind = Literal["full", "model_only", "hf"]
 
 _KINDS = ("full", "model_only", "hf")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NO_DIGEST = "0" * 16
 _DIGITS = re.compile("[0-9a-f]+")
 _START = re.compile(rb'\A\{\n  "schema": ([0-9]{1,9}),\n  "xxh3_64": "([0-9a-f]{16})",\n')
@@ -226,9 +227,18 @@ def _with_digest(text: bytes, place: re.Match[bytes], digest: str) -> bytes:
     return text[: place.start(2)] + digest.encode() + text[place.end(2) :]
 
 
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` as it is in a manifest: what JSON has no form for is text, tuples are lists."""
+    return json.loads(json.dumps(config, default=_in_words))
+
+
+def _in_words(value: Any) -> str:
+    # Of a function the address, too, which is another one in every process.
+    return _ADDRESS.sub("", str(value))
+
+
 def _plain(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    # What JSON makes of it (keys are text, tuples are lists), so that reading it back changes nothing.
-    return None if config is None else json.loads(json.dumps(config, default=str))
+    return None if config is None else plain(config)
 
 
 def _versions() -> dict[str, str]:
