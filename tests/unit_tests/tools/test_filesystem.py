@@ -240,3 +240,27 @@ def test_a_file_is_read_as_it_is_now(base: str):
     for content in (b"first", b"", b"\x00\xff"):
         write(path, content)
         assert filesystem.read_bytes(path) == content
+
+
+def test_a_small_file_is_written_whole_over_an_older_one(base: str) -> None:
+    path = filesystem.join(base, "file")
+    for content in (b"an older and longer one", b"new"):
+        filesystem.write_bytes(path, content)
+        assert filesystem.read_bytes(path) == content
+    assert filesystem.listdir(base) == ["file"]
+
+
+def test_a_write_that_is_cut_short_leaves_the_older_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    path = str(tmp_path / "file")
+    filesystem.write_bytes(path, b"older")
+    assert synced == [str(tmp_path)]
+
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        filesystem.write_bytes(path, b"new")
+    assert Path(path).read_bytes() == b"older"

@@ -51,6 +51,8 @@ class Housekeeping(FolderView):
     _damaged: Mapping[int, str]
     _saved_paths: frozenset[str] = frozenset()
     _has_replaced: bool = False
+    _gave_up: bool = False
+    """Whether a save was given up, which then may still be running."""
 
     # Queued for deletion: a directory that is half gone must not be taken for a save that died.
     _expiring: frozenset[str] = frozenset()
@@ -203,7 +205,7 @@ class Housekeeping(FolderView):
     def _stop_purging(self) -> None:
         """Delete what is queued, then end the thread; give up after the limit."""
         # A disk that a save was given up on must not be waited for here.
-        has_replaced = self._has_replaced and not getattr(self, "_gave_up", False)
+        has_replaced = self._has_replaced and not self._gave_up
         self._has_replaced = False
         if has_replaced:
             self._delete_replaced()

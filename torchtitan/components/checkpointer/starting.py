@@ -80,8 +80,8 @@ class Starting(FolderView):
 
     def _pass_over(self, step: int, error: CheckpointDamagedError) -> None:
         source = self._source
-        if source is None:
-            raise error
+        if source is None or source.step in self._damaged:
+            raise error  # of something that was not chosen here
         if not falls_back(self._request(step), source):
             advice = rank_zero_decides(lambda: what_else(source, self.folder, self._finder()))
             raise CheckpointDamagedError(f"{error} {advice}") from error

@@ -1,4 +1,13 @@
-from torchtitan.components.checkpointer.history import supersede, supersede_newer
+import pytest
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
+from torchtitan.components.checkpointer.history import (
+    put_aside,
+    renames,
+    supersede,
+    supersede_newer,
+    superseded_names,
+)
+from torchtitan.components.checkpointer.storage import FilesystemStorage
 
 from tests.unit_tests.components.checkpointer.fakes import folder_of
 
@@ -22,3 +31,28 @@ def test_what_was_superseded_earlier_is_never_overwritten() -> None:
     storage = folder_of("step-7", "superseded/step-7", "superseded/step-7.2")
     assert supersede(storage, "/run", "/run/step-7") == "/run/superseded/step-7.3"
     assert len(storage.listdir("/run/superseded")) == 3
+
+
+def test_what_is_saved_again_is_never_moved_onto_something() -> None:
+    storage = folder_of("step-7", "replaced/step-7")
+    assert put_aside(storage, "/run", "/run/step-7") == "/run/superseded/step-7"
+    storage = folder_of("step-7", "replaced/step-8")
+    assert put_aside(storage, "/run", "/run/step-7") == "/run/replaced/step-7"
+
+
+def test_only_where_a_move_is_a_copy_a_record_takes_its_place() -> None:
+    storage = FilesystemStorage()
+    assert renames(storage, "/data/run") and not renames(storage, "s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"junk", b"[]", b"{}", b'{"superseded": 7}', b'{"superseded": [7]}']
+)
+def test_a_record_that_cannot_be_read_stops_a_run_and_no_older_checkpoint_is_taken(
+    content: bytes,
+) -> None:
+    storage = folder_of("step-7")
+    storage.add("/run/superseded.json", content)
+    with pytest.raises(CheckpointReadError, match="/run/superseded.json cannot be read") as caught:
+        superseded_names(storage, "/run")
+    assert not isinstance(caught.value, CheckpointDamagedError)

@@ -239,3 +239,65 @@ def test_the_newest_step_to_load_is_one_that_this_back_end_can_read() -> None:
     assert manager._find_load_step("/elsewhere") == -1
     storage.add("/elsewhere/step-30/done", b"1")
     assert manager._find_load_step("/elsewhere") == 30
+
+
+def saved(storage: MemoryStorage, path: str) -> None:
+    """A complete checkpoint with its commit record."""
+    for name in ("done", "manifest.json"):
+        storage.add(f"{path}/{name}", b"1")
+
+
+@pytest.mark.parametrize("loaded", [None, 10])
+def test_a_step_of_the_own_history_waits_while_it_is_saved_again_and_another_one_stays_for_good(
+    loaded: int | None,
+) -> None:
+    storage = MemoryStorage("/run")
+    saved(storage, "/run/step-10")
+    manager = ready(storage, loaded=loaded, keep=0)
+    warnings = make_ready(manager, 10)
+    where = "superseded" if loaded is None else "replaced"
+    assert storage.listdir("/run") == [where] and len(warnings) == (loaded is None)
+    # What this run itself has saved is of its history, whatever it has loaded.
+    saved(storage, "/run/step-10")
+    make_ready(manager, 10)
+    assert "replaced" in storage.listdir("/run")
+
+
+def test_what_has_been_replaced_is_queued_for_deletion_once_and_its_folder_goes_in_the_end() -> (
+    None
+):
+    storage = MemoryStorage("/run")
+    for path in ("/run/step-10", "/run/replaced/step-10"):
+        saved(storage, path)
+    manager = ready(storage, loaded=10)
+    manager.purge_thread = MagicMock()
+    for step in (20, 30):
+        make_ready(manager, step)
+    assert queued(manager) == ["/run/replaced/step-10"] and storage.calls == []
+    storage.remove("/run/replaced/step-10")
+    storage.add("/run/replaced")
+    make_ready(manager, 40)
+    assert storage.listdir("/run") == ["step-10"]
+
+
+def test_what_has_been_replaced_and_cannot_be_deleted_is_a_warning() -> None:
+    storage = MemoryStorage("/run")
+    for path in ("/run/step-10", "/run/replaced/step-10"):
+        saved(storage, path)
+    storage.undeletable.add("/run/replaced/step-10")
+    manager = ready(storage, loaded=10, keep=0)
+    (warning,) = make_ready(manager, 10)
+    assert "Could not delete /run/replaced/step-10, whose step was saved again" in warning
+    # Nothing is moved onto it.
+    assert storage.isfile("/run/superseded/step-10/done")
+
+
+def test_a_disk_that_a_save_was_given_up_on_is_not_asked_at_the_end() -> None:
+    storage = MagicMock()
+    manager = bare(storage)
+    manager._has_replaced = manager._gave_up = True
+    manager._stop_purging()
+    assert storage.mock_calls == []
+    manager._has_replaced, manager._gave_up = True, False
+    manager._stop_purging()
+    assert storage.isdir.called
