@@ -166,13 +166,7 @@ class _Hashed(HashingStream):
 
     def __init__(self, stream: io.IOBase, keep: Callable[[FileDigest], None]) -> None:
         super().__init__(stream)
-        self._entered: Any = stream
         self._keep = keep
-
-    def __enter__(self) -> "_Hashed":
-        # Some storages hand out what only becomes a stream here, and wants to be left itself.
-        self._stream = self._entered.__enter__()
-        return self
 
     def __exit__(
         self,
@@ -180,7 +174,7 @@ class _Hashed(HashingStream):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> None:
-        self._entered.__exit__(exc_type, exc_val, exc_tb)
+        super().__exit__(exc_type, exc_val, exc_tb)
         if exc_type is None:
             self._keep(self.digest())
 
