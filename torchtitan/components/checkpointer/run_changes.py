@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.checkpointer.integrity.manifest import plain
+from torchtitan.components.checkpointer.integrity.manifest import without_addresses
 from torchtitan.components.checkpointer.state import OPTIMIZER, RANK_STATE
 
 _NOT_COMPARED = re.compile(
@@ -42,7 +42,7 @@ def changes(
     then: dict[str, Any], now: dict[str, Any], *, excluded: Collection[str] = ()
 ) -> list[Change]:
     """The settings that differ, in the order of the config; ``excluded`` parts are not restored."""
-    before, after = dict(_flat(then)), dict(_flat(plain(now)))
+    before, after = (dict(_flat(without_addresses(config))) for config in (then, now))
     return [
         Change(
             name=name,

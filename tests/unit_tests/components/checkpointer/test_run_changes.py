@@ -1,8 +1,7 @@
-import functools
 from typing import Any
 
 import pytest
-from torchtitan.components.checkpointer.integrity.manifest import plain
+from torchtitan.components.checkpointer.integrity.manifest import head_of, RunDescription
 from torchtitan.components.checkpointer.run_changes import changes, told
 
 THEN: dict[str, Any] = {
@@ -46,14 +45,15 @@ def test_equal_settings_are_no_change_whatever_their_type_in_memory() -> None:
 
 
 def test_a_function_is_the_same_wherever_it_lies_in_memory() -> None:
-    def init_with(std: float) -> Any:
-        # Another object each time, at another address.
-        return functools.partial(lambda tensor, std: None, std=std)
+    def settings(std: float, address: str) -> dict[str, Any]:
+        init = f"functools.partial(<function normal_ at {address}>, std={std})"
+        return THEN | {"model": {"init": init}}
 
-    before, after = init_with(0.5), init_with(0.5)
-    then = plain(THEN | {"model": {"init": before}})
-    assert changes(then, THEN | {"model": {"init": after}}) == []
-    assert len(changes(then, THEN | {"model": {"init": init_with(0.25)}})) == 1
+    then = settings(0.5, "0x7fcf05b685e0")
+    assert changes(then, settings(0.5, "0x7f06e05705e0")) == []
+    assert len(changes(then, settings(0.25, "0x7fcf05b685e0"))) == 1
+    head = head_of(1, "full", "dcp", 1, RunDescription(then))
+    assert head.config is not None and "0x" not in head.config["model"]["init"]
 
 
 @pytest.mark.parametrize(

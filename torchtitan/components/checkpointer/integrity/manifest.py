@@ -99,7 +99,7 @@ def head_of(
         world_size=world_size,
         parallel=dict(run.parallel or {}),
         versions=_versions(),
-        config=_plain(run.config),
+        config=None if run.config is None else without_addresses(run.config),
     )
 
 
@@ -227,18 +227,14 @@ def _with_digest(text: bytes, place: re.Match[bytes], digest: str) -> bytes:
     return text[: place.start(2)] + digest.encode() + text[place.end(2) :]
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` as it is in a manifest: what JSON has no form for is text, tuples are lists."""
-    return json.loads(json.dumps(config, default=_in_words))
-
-
-def _in_words(value: Any) -> str:
-    # Of a function the address, too, which is another one in every process.
-    return _ADDRESS.sub("", str(value))
+def without_addresses(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` as JSON keeps it; of functions not where they lie, which no two processes agree on."""
+    return json.loads(_ADDRESS.sub("", json.dumps(config, default=str)))
 
 
 def _plain(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if config is None else plain(config)
+    # What JSON makes of it (keys are text, tuples are lists), so that reading it back changes nothing.
+    return None if config is None else json.loads(json.dumps(config, default=str))
 
 
 def _versions() -> dict[str, str]:
