@@ -263,6 +263,20 @@ def test_a_step_of_the_own_history_waits_while_it_is_saved_again_and_another_one
     assert "replaced" in storage.listdir("/run")
 
 
+def test_what_another_program_saved_is_kept_when_its_step_is_saved_again() -> None:
+    storage = folder_of("step-10")
+    (warning,) = make_ready(ready(storage, loaded=10), 10)
+    assert "/run/superseded/step-10" in warning and storage.listdir("/run") == ["superseded"]
+
+
+def test_all_of_a_step_leaves_with_its_history_what_waits_and_what_was_not_committed() -> None:
+    storage = folder_of("step-5", "step-10")
+    saved(storage, "/run/replaced/step-10")
+    make_ready(ready(storage, loaded=5), 7)
+    assert sorted(storage.listdir("/run/superseded")) == ["step-10", "step-10.2"]
+    assert not storage.isdir("/run/step-10")
+
+
 def test_what_has_been_replaced_is_queued_for_deletion_once_and_its_folder_goes_in_the_end() -> (
     None
 ):

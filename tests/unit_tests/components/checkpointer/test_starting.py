@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_back_end_is_no_older_one_to_go_back_to() -> Non
         storage.add(f"/run/step-20/{name}", b"1")
     manager.states = {"model": object(), "optimizer": object()}
     with pytest.raises(
-        CheckpointMismatchError, match="/run/step-20 is a full checkpoint of torch_"
+        CheckpointMismatchError, match="/run/step-20 is a full .* --checkpoint.load_step 10 to"
     ):
         manager.load()
 
@@ -255,6 +255,15 @@ def test_settings_that_differ_from_the_saved_ones_are_one_block_in_the_log() -> 
     manager.describe_run(RunDescription({"training": {"steps": 40}, "debug": {"seed": 2}}, {}))
     (said,) = warnings_of(manager)
     assert "debug.seed: 1 -> 2  (the random number generators in the checkpoint go on)" in said
+
+
+def test_weights_alone_are_no_run_to_compare_settings_with() -> None:
+    manager = start(steps=(0,))
+    described(manager.disk, 0, {"training": {"steps": 40}})
+    manager.describe_run(RunDescription({"training": {"steps": 50}}, {}))
+    with patch.object(starting, "logger") as logger:
+        assert manager.load()
+    assert logger.mock_calls == []
 
 
 def test_a_manifest_of_another_step_is_damage_and_one_of_a_newer_version_is_not() -> None:
