@@ -142,9 +142,7 @@ class Housekeeping(FolderView):
                 self.purge_queue.put(path)
             else:
                 self._remove(path, "whose step was saved again")
-        # Never queued: something may be moved into it before its turn comes.
-        if not self._storage.listdir(aside):
-            self._remove(aside, "which is empty")
+        self._remove_if_empty(aside)
 
     def _waiting_steps(self) -> dict[int, str]:
         """The steps whose newest complete checkpoint is the one in ``replaced/``."""
@@ -165,6 +163,12 @@ class Housekeeping(FolderView):
                     self._storage.remove(target)
             self._storage.move(path, target)
             logger.info(f"Moved {path} back to {target}: the save that was to replace it failed.")
+            self._remove_if_empty(path.rpartition("/")[0])
+
+    def _remove_if_empty(self, folder: str) -> None:
+        # Never queued: something may be moved into it before its turn comes.
+        if not self._storage.listdir(folder):
+            self._remove(folder, "which is empty")
 
     def _should_purge(self) -> bool:
         return self.keep_latest_k > 0 and dist.get_rank() == 0 and self._storage.isdir(self.folder)

@@ -185,6 +185,24 @@ def test_a_step_that_is_saved_again_stays_until_the_new_one_is_complete(
     assert names(tmp_path) == ["step-1"]
 
 
+@of_each_manager
+def test_what_a_save_that_died_was_to_replace_is_loaded_and_gets_its_name_back(
+    tmp_path: Path, way: Way
+) -> None:
+    run = saved_run(tmp_path, way, 2, keep_latest_k=0)
+    folder = tmp_path / "checkpoint"
+    (folder / "replaced").mkdir()
+    (folder / "step-2").rename(folder / "replaced/step-2")
+    (folder / way.unfinished(2)).mkdir()
+    again = build_run(tmp_path, seed=99, keep_latest_k=0, **way.settings)
+    assert again.manager.load() and again.snapshot() == run.snapshot()
+    assert again.manager.newest_checkpoint() == str(folder / "replaced/step-2")
+    again.train(3)
+    again.manager.close()
+    assert [name for name in names(tmp_path) if name[:3] != "tmp"] == ["step-1", "step-2", "step-3"]
+    assert (folder / "step-2" / way.format.marker).is_file()
+
+
 @in_each_way
 def test_a_step_that_another_program_saved_is_kept_aside_when_it_is_saved_again(
     tmp_path: Path, way: Way
