@@ -9,15 +9,17 @@ import pytest
 from tests.fixtures.make_checkpoints import build, extract, generators, MODEL_ONLY, WAYS
 from tests.ranks.pool import run_on_ranks
 
-VERSIONS = ["no_manifest"]
-"""no_manifest: as it was before checkpoints had digests."""
+VERSIONS = ["no_manifest", "schema_1"]
+"""no_manifest: as it was before checkpoints had digests; then by the version of the manifest."""
 
 
-def load_full(folder: Path) -> tuple[Any, str]:
+def load_full(folder: Path) -> tuple[Any, str, bool]:
+    """The state, the generators of this rank, and whether the files were checked."""
     run = build(folder, WAYS[folder.name.partition("_")[0]], seed=2, load_only=True)
     assert run.manager.load()
+    verification = run.manager._verifying
     run.manager.close()
-    return run.values(), generators()
+    return run.values(), generators(), verification is not None and verification.is_full
 
 
 def load_model_only(folder: Path, empty: Path) -> Any:
@@ -30,8 +32,8 @@ def load_model_only(folder: Path, empty: Path) -> Any:
     return run.values(model_only=True)
 
 
-def load_all(folders: list[Path], empty: Path) -> list[tuple[Any, str, Any]]:
-    """By folder: the full state, the generators of this rank, the model."""
+def load_all(folders: list[Path], empty: Path) -> list[tuple[Any, str, bool, Any]]:
+    """By folder: what ``load_full`` says, and the model."""
     return [(*load_full(folder), load_model_only(folder, empty)) for folder in folders]
 
 
@@ -49,7 +51,8 @@ def test_checkpoints_of_all_versions_still_load_bit_for_bit(
     for number, folder in enumerate(folders):
         expected = json.loads((folder / "expected.json").read_text())
         for rank, found in enumerate(ranks):
-            full, state, model = found[number]
+            full, state, is_checked, model = found[number]
+            assert is_checked == (folder.parent.name != "no_manifest"), (folder, rank)
             assert full == expected["full"], (folder, rank)
             assert model == expected["model_only"], (folder, rank)
             if len(expected["generators"]) == world_size:
