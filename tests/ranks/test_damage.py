@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torchtitan.components.checkpointer.errors import CheckpointReadError
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
+from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES
 from torchtitan.tools.logging import logger
 
 from tests.fixtures.make_checkpoints import build, generators, Run
@@ -32,6 +33,8 @@ from tests.unit_tests.components.checkpointer.ways import (
 )
 
 LAST = 3
+NUM_ROWS = 2_000_000
+"""Of a parameter of 16 MB, so that its files have several blocks."""
 TOLD = re.compile("[Pp]assing over|passed over|cannot be read|unverified")
 State = tuple[Any, str]
 
@@ -181,6 +184,48 @@ def try_both(
     return try_damages(folder, way, ranks[dist.get_rank()], num, seed=3, same_ranks=True)
 
 
+def flip_bits(folder: Path, way: Way, num: int) -> list[str]:
+    """Flip one bit at a time in files of several blocks; where it was not found."""
+    run = build(folder, way, seed=1, num_rows=NUM_ROWS)
+    run.train_step()
+    run.manager.save(1)
+    run.manager.close()
+    path, rng, wrong = folder / "checkpoint" / "step-1", random.Random(5), []
+    run = build(folder, way, seed=2, num_rows=NUM_ROWS, load_only=True)
+    large = sorted(file for file in path.iterdir() if file.stat().st_size > 2 * BLOCK_BYTES)
+    for number in range(num):
+        file = large[number % len(large)]
+        position, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
+        flip(file, position, bit)
+        start = position // BLOCK_BYTES * BLOCK_BYTES
+        try:
+            run.manager.load(1)
+            wrong.append(f"bit {bit} of byte {position} of {file.name} was not found")
+        except CheckpointDamagedError as error:
+            if f"{file} is damaged: bytes {start}.." not in str(error):
+                wrong.append(str(error))
+        flip(file, position, bit)
+    if not run.manager.load(1):
+        wrong.append("what is good again was not loaded")
+    run.manager.close()
+    return wrong
+
+
+def flip(file: Path, position: int, bit: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(position)
+        [value] = opened.read(1)
+        opened.seek(position)
+        opened.write(bytes([value ^ bit]))
+
+
+@pytest.mark.ranks
+@over(DISABLED, TC_WAITING)
+def test_a_flipped_bit_is_found_in_any_block_of_a_large_file(tmp_path: Path, way: Way) -> None:
+    [wrong] = run_on_ranks(1, flip_bits, tmp_path, way, 10)
+    assert not wrong, "\n".join(wrong)
+
+
 def damage_all(folder: Path, way: Way) -> tuple[list[str], list[str]]:
     """With one more checkpoint damaged each time: the step that is loaded, or the error."""
     found = []
@@ -189,8 +234,7 @@ def damage_all(folder: Path, way: Way) -> tuple[list[str], list[str]]:
             path = folder / "checkpoint" / f"step-{number}"
             # In the part of the other rank.
             [last] = {*path.glob("__1_0.distcp"), *path.glob("model_1.pt")}
-            content = last.read_bytes()
-            last.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            flip(last, last.stat().st_size - 1, 1)
         dist.barrier()
         run = build(folder, way, seed=2, load_only=True)
         try:
