@@ -60,7 +60,10 @@ def kind_of(storage: CheckpointStorage, checkpoint_id: str, other_keys: Set[str]
         other_keys: state keys besides the model's. With none of them everything is full.
     """
     if not storage.isfile(f"{checkpoint_id}/{MARKER}"):
-        return Kind.MODEL_ONLY
+        if storage.isfile(f"{checkpoint_id}/{HF_MARKER}"):
+            return Kind.MODEL_ONLY
+        logger.warning(f"The index {checkpoint_id}/{MARKER} is gone. The rest is left in place.")
+        return Kind.UNREADABLE
     try:
         index = read_index(checkpoint_id)
     except CheckpointReadError as error:

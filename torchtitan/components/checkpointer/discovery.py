@@ -2,9 +2,9 @@
 
 Names are anchored: ``step-<n>`` without leading zeros is a checkpoint of step n, and
 ``step-7.bak``, ``tmp_step-7`` or ``step-07`` are somebody else's business. A directory counts only
-once the marker that its writer puts there last is present. A folder may hold checkpoints of several
-back ends: they all count as complete, and it is known whose they are. What history.py has put aside
-counts as history.py says. This module only reads.
+once the marker that its writer puts there last is present, or the manifest that comes after it. A
+folder may hold checkpoints of several back ends: they all count as complete, and it is known whose
+they are. What history.py has put aside counts as history.py says. This module only reads.
 
     listdir -> parse_step -> is it a directory with a marker, and whose? -> OwnFolder -> source.py
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from torchtitan.components.checkpointer.errors import CheckpointError
 from torchtitan.components.checkpointer.history import (
     is_replacing,
     REPLACED,
@@ -22,6 +23,7 @@ from torchtitan.components.checkpointer.history import (
     superseded_names,
     SUPERSEDED_RECORD,
 )
+from torchtitan.components.checkpointer.integrity.manifest import MANIFEST, read as read_manifest
 from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
 from torchtitan.tools import filesystem
 
@@ -41,7 +43,7 @@ class Kind(str, Enum):
     """Weights alone (an export, or a step-0 seed)."""
 
     UNREADABLE = "unreadable"
-    """Its completion marker is there and cannot be read."""
+    """Its index cannot be read, or is gone from beside its manifest."""
 
     DAMAGED = "damaged"
     """This start has tried to load it, and it is not what was saved."""
@@ -145,6 +147,14 @@ class OwnFolder:
                 yield step
 
 
+def _backend_in(storage: MovingStorage, path: str) -> str:
+    try:
+        manifest = read_manifest(storage, path)
+    except CheckpointError:
+        return ""  # what is wrong with it is told when it is to be loaded
+    return "" if manifest is None else manifest.head.backend
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finder:
     """How the checkpoints of one back end are found."""
@@ -167,7 +177,14 @@ class Finder:
 
     def owner_of(self, path: str) -> "Finder | None":
         """Whose complete checkpoint ``path`` is; None when it is nobody's. Its own come first."""
-        return next((each for each in (self, *self.others) if each.is_complete(path)), None)
+        finders = (self, *self.others)
+        found = next((each for each in finders if each.is_complete(path)), None)
+        if found is not None or not self.storage.isfile(filesystem.join(path, MANIFEST)):
+            return found
+        # Whatever deletes or writes anew takes the manifest away first. So this one was complete and
+        # has lost its marker since: it is damaged, and no save that did not finish.
+        backend = _backend_in(self.storage, path)
+        return next((each for each in finders if each.backend == backend), self)
 
     def is_staging(self, path: str) -> bool:
         """Whether ``path`` has the name of a save that has not been finished by any back end."""

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, strategies as st
 from torchtitan.components.checkpointer import CheckpointManager, CheckpointStorage
 from torchtitan.components.checkpointer.dcp import _FilesystemCheckpointStorage
@@ -10,7 +11,9 @@ from torchtitan.components.checkpointer.discovery import (
     parse_step,
     step_name,
 )
-from torchtitan.components.checkpointer.formats import DCP, finder
+from torchtitan.components.checkpointer.formats import DCP, finder, Format, TORCH_CHECKPOINTING
+from torchtitan.components.checkpointer.integrity.digests import digest_of
+from torchtitan.components.checkpointer.integrity.manifest import head_of, Manifest, render
 from torchtitan.tools import filesystem
 
 from tests.unit_tests.components.checkpointer.fakes import folder_of, MemoryStorage
@@ -75,6 +78,21 @@ def test_only_a_directory_with_its_marker_is_complete() -> None:
     found = finder_in(storage).complete_steps("/run")
     # step-4 has a directory where the marker should be a file.
     assert sorted(found) == [2, 3]
+
+
+@pytest.mark.parametrize("chosen", [DCP, TORCH_CHECKPOINTING], ids=lambda it: it.backend)
+def test_what_has_lost_its_marker_beside_its_manifest_is_damaged_and_not_unfinished(
+    chosen: Format,
+) -> None:
+    storage = MemoryStorage()
+    head = head_of(2, "full", chosen.backend, 1, None)
+    manifest = Manifest(head=head, files={chosen.marker: digest_of(b"gone")})
+    storage.add("/run/step-2/manifest.json", render(manifest))
+    storage.add("/run/step-3/manifest.json", b"and this one is damaged itself")
+    found = finder_in(storage).look_into("/run")
+    assert sorted(found.step_paths) == [2, 3] and not found.unfinished
+    assert found.others == ({} if chosen is DCP else {2: chosen.backend})
+    assert {found.kind_of(path) for path in found.step_paths.values()} == {Kind.UNREADABLE}
 
 
 def test_a_missing_folder_holds_nothing() -> None:

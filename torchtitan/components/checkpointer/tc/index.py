@@ -49,7 +49,10 @@ def kind_of(storage: CheckpointStorage, checkpoint_id: str, other_keys: Set[str]
     """
     marker = f"{checkpoint_id}/{MARKER}"
     if not storage.isfile(marker):
-        return Kind.MODEL_ONLY
+        if storage.isfile(f"{checkpoint_id}/{HF_MARKER}"):
+            return Kind.MODEL_ONLY
+        logger.warning(f"The index {checkpoint_id}/{MARKER} is gone. The rest is left in place.")
+        return Kind.UNREADABLE
     if _is_empty(storage, marker):
         logger.warning(f"The index {marker} cannot be read: it is empty. It is left in place.")
         return Kind.UNREADABLE
