@@ -21,7 +21,9 @@ pytestmark = pytest.mark.ranks
 
 def data_of(way: Way, step_path: Path, rank: int) -> Path:
     """The file that this rank alone has written, and of the same layout alone reads."""
-    return step_path / (f"__{rank}_0.distcp" if way.format.backend == "dcp" else f"optimizer_{rank}.pt")
+    return step_path / (
+        f"__{rank}_0.distcp" if way.format.backend == "dcp" else f"optimizer_{rank}.pt"
+    )
 
 
 def flip_a_bit(path: Path) -> None:
