@@ -186,6 +186,18 @@ class GarbageCollection:
         return True
 
     @staticmethod
+    @contextmanager
+    def paused() -> Generator[None]:
+        """No automatic collection in the block, which makes much that stays and little garbage."""
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    @staticmethod
     def collect(reason: str, generation: int = 1) -> int:
         """Collect up to ``generation`` (2 is everything); returns the number of objects found."""
         started = time.monotonic()

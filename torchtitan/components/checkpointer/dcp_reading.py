@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 
+@GarbageCollection.paused()
 def restore(
     source: Source,
     wanted: dict[str, Any],

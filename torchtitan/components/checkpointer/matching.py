@@ -33,13 +33,20 @@ class Leaf(NamedTuple):
     """None for what is no tensor."""
 
 
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes, dict, list, tuple))
+
+
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Leaf]]:
     """(flat key, shape and dtype) of every entry.
 
     Lists are passed over: DCP flattens them by contents, which may differ between runs.
     """
     for name, value in tree.items():
-        if isinstance(value, Stateful):
+        # Tensors first: whether something is stateful is a slow question.
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", Leaf(tuple(value.shape), value.dtype)
+            continue
+        if type(value) not in _PLAIN and isinstance(value, Stateful):
             value = value.state_dict()
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", Leaf(tuple(value.shape), value.dtype)
@@ -77,7 +84,7 @@ def require_match(
 
 def _union(own: dict[str, Leaf], group: "dist.ProcessGroup | None") -> dict[str, Leaf]:
     """The entries of all ranks; sent around only where they differ (pipeline stages)."""
-    listing = repr(sorted(own.items())).encode()
+    listing = repr([(name, *own[name]) for name in sorted(own)]).encode()
     if len(set(gather(hashlib.sha256(listing).hexdigest(), group))) == 1:
         return own
     return {name: leaf for part in gather(own, group) for name, leaf in part.items()}
