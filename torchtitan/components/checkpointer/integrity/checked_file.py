@@ -2,24 +2,28 @@
 
 Whole blocks are read straight into the buffer of whoever reads and hashed there, before the call
 returns. Of a block that is asked for in part, all is read and checked, and kept for a while: the
-next read goes on in it. So reading a file in order checks each block once.
+next read goes on in it. So reading a file in order checks each block once. Who knows all that he
+wants of a file gets it straight into his buffers (``fill``).
 
     Verification.checked -> CheckedFile -> DCP, torch_checkpointing, torch.load
 """
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from typing_extensions import Buffer
 from xxhash import xxh3_64
 
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError
-from torchtitan.components.checkpointer.integrity.digests import FileDigest, flat
+from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES, FileDigest, flat
 
 # An archive is read at its end and at its start by turns, often with another one before and behind.
 _KEPT_BLOCKS = 4
+# What is hashed at once, while it is in the nearest cache of the processor; where a read is a request
+# to another machine, it is a block.
+_PIECE_BYTES = 256 * 2**10
 
 
 class CheckedFile(io.RawIOBase):
@@ -47,6 +51,7 @@ class CheckedFile(io.RawIOBase):
         self._on_checked = on_checked
         self._position = 0
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
+        self._piece_bytes = _PIECE_BYTES if isinstance(raw, io.FileIO) else BLOCK_BYTES
         raw.seek(0, io.SEEK_END)
         size = raw.tell()
         if size != digest.size_bytes:
@@ -100,6 +105,39 @@ class CheckedFile(io.RawIOBase):
             self._position += count
         return done
 
+    def fill(self, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill each buffer with what begins at its place; quickest in the order of the places.
+
+        Nothing is copied, so a buffer has bytes in it before they are checked. All are when this returns.
+
+        Raises:
+            CheckpointDamagedError: a block is not what was saved; what is in the buffers then, is not.
+            ValueError: a part goes beyond the file.
+        """
+        self._require_open()
+        passing: _PassingBlock | None = None
+        for place, buffer in parts:
+            if place < 0 or place + len(buffer) > self._digest.size_bytes:
+                raise ValueError(f"{self.name} has no bytes {place}..{place + len(buffer) - 1}")
+            done = 0
+            while done < len(buffer):
+                index = self._digest.block_at(place + done)
+                start, end = self._digest.block_range(index)
+                target = buffer[done : done + end - (place + done)]
+                if passing is not None and (passing.index != index or passing.at > place + done):
+                    passing.finish()
+                    passing = None
+                if index in self._kept:
+                    offset = place + done - start
+                    target[:] = self._block(index)[offset : offset + len(target)]
+                else:
+                    passing = passing or self._begin_block(index)
+                    passing.skip(place + done)
+                    passing.take(target)
+                done += len(target)
+        if passing is not None:
+            passing.finish()
+
     def read(self, size: int | None = -1, /) -> bytes:
         self._require_open()
         left = max(self._digest.size_bytes - self._position, 0)
@@ -138,24 +176,66 @@ class CheckedFile(io.RawIOBase):
 
     def _read_block(self, index: int, target: memoryview) -> None:
         """Read a block into ``target``, which is as long, and compare its digest."""
-        start, end = self._digest.block_range(index)
-        self._raw.seek(start)
-        done, found = 0, xxh3_64()
+        block = self._begin_block(index)
+        block.take(target)
+        block.finish()
+
+    def _begin_block(self, index: int) -> "_PassingBlock":
+        return _PassingBlock(
+            self._raw, self.name, self._digest, index, self._piece_bytes, self._on_checked
+        )
+
+
+class _PassingBlock:
+    """A block that is read once, from its start to its end, and checked there."""
+
+    def __init__(
+        self,
+        raw: Any,
+        name: str,
+        digest: FileDigest,
+        index: int,
+        piece_bytes: int,
+        on_checked: Callable[[int], None] | None,
+    ) -> None:
+        self.index = index
+        self.start, self.end = digest.block_range(index)
+        self.at = self.start
+        """The next byte of the file."""
+        self._raw, self._name, self._digest = raw, name, digest
+        self._piece_bytes, self._on_checked = piece_bytes, on_checked
+        self._hash = xxh3_64()
+        raw.seek(self.start)
+
+    def take(self, target: memoryview) -> None:
+        """Fill ``target`` with what comes next."""
+        done = 0
         while done < len(target):
-            count = self._raw.readinto(target[done:])
+            count = self._raw.readinto(target[done : done + self._piece_bytes])
             if not count:
                 raise CheckpointDamagedError(
-                    f"{self.name} is damaged: expected {self._digest.size_bytes} bytes, it ends "
-                    f"after {start + done}."
+                    f"{self._name} is damaged: expected {self._digest.size_bytes} bytes, it ends "
+                    f"after {self.at}."
                 )
-            # While it is in the cache of the processor.
-            found.update(target[done : done + count])
+            self._hash.update(target[done : done + count])
             done += count
-        expected = self._digest.block_digest(index)
-        if found.hexdigest() != expected:
+            self.at += count
+
+    def skip(self, place: int) -> None:
+        """Read on up to ``place``."""
+        if place > self.at:
+            scratch = memoryview(bytearray(min(place - self.at, self._piece_bytes)))
+            while place > self.at:
+                self.take(scratch[: place - self.at])
+
+    def finish(self) -> None:
+        """Read the rest and compare the digest."""
+        self.skip(self.end)
+        expected, found = self._digest.block_digest(self.index), self._hash.hexdigest()
+        if found != expected:
             raise CheckpointDamagedError(
-                f"{self.name} is damaged: bytes {start}..{end - 1}: expected xxh3 {expected}, found "
-                f"{found.hexdigest()}."
+                f"{self._name} is damaged: bytes {self.start}..{self.end - 1}: expected xxh3 {expected}, "
+                f"found {found}."
             )
         if self._on_checked is not None:
-            self._on_checked(len(target))
+            self._on_checked(self.end - self.start)

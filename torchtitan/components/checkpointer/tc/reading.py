@@ -44,6 +44,7 @@ from torchtitan.components.checkpointer.state import (
     require_known,
     TRAIN_STATE,
 )
+from torchtitan.components.checkpointer.tc.contents import contents_of
 from torchtitan.components.checkpointer.tc.faults import fault
 from torchtitan.components.checkpointer.tc.index import MARKER
 from torchtitan.components.checkpointer.tc.leaves import leaves, name_of, Nested, path_of
@@ -55,6 +56,8 @@ from torchtitan.tools.utils import GarbageCollection
 
 _ITEM_FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9][0-9]*)\.pt", re.ASCII)
 _NUM_READERS = 16
+# Stands for all that are in a file whose values alone are asked for.
+_SOME_TENSOR = torch.empty(0, device="meta")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +97,7 @@ def look(storage: Storage, path: str, *, unneeded: Set[str] = frozenset()) -> Sa
             f"{path} is damaged: there are no files {', '.join(f'{key}_*.pt' for key in gone)}, of which its "
             "index tells. Move it away and start again to resume from the one before it."
         )
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
+    with ThreadPoolExecutor(min(_NUM_READERS, max(len(files), 1))) as readers:
         trees = list(readers.map(lambda one: _read(storage, Path(path, one[1])), files))
     # The lowest rank is the last to speak, so what ranks share is that of the lowest.
     for (key, _), tree in reversed(list(zip(files, trees, strict=True))):
@@ -122,6 +125,7 @@ def _without_mesh_warnings() -> Generator[None]:
 
 
 @_without_mesh_warnings()
+@GarbageCollection.paused()
 def restore(
     source: Source,
     states: Mapping[str, Any],
@@ -149,7 +153,8 @@ def restore(
     kept = _to_fill(source, states, excluded)
     unneeded = states.keys() - kept.keys()
     saved = rank_zero_decides(lambda: look(storage, source.path, unneeded=unneeded), group)
-    wanted = templates(flatten_states(kept), other_keys, saved.outline)
+    model = states[MODEL].state_dict()
+    wanted = templates(flatten_states(kept, model=model), other_keys, saved.outline)
     require_match(
         source.path,
         wanted,
@@ -167,7 +172,7 @@ def restore(
         key: value.state_dict() for key, value in targets.items() if isinstance(value, Stateful)
     }
     tensors = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
-    trees[MODEL] = states[MODEL].state_dict()
+    trees[MODEL] = model
     into = {
         key: tree
         for key, tree in (trees | tensors).items()
@@ -275,6 +280,11 @@ def _read(storage: Storage, path: Path) -> Any:
     """What is in a file, its tensors without their contents."""
     try:
         with storage.stream_read(path, ReadArgs(pre_read_full_file=False)) as stream:
+            tree = contents_of(stream, lambda _: _SOME_TENSOR)
+            if tree is not None:
+                return tree
+            if stream.seekable():
+                stream.seek(0)
             return load_plain(cast(IO[bytes], stream), str(path), map_location="meta")
     except Exception as error:
         raise fault(error, str(path)) from error
@@ -307,6 +317,8 @@ def _put(key: str, tree: Any, saved: Saved) -> Any:
     """``tree`` with the saved values in their places, which for a dict is done in place."""
     # By where they were: a list of places for values says nothing of the lists that it held.
     for name, value in saved.values.items():
+        if key != MODEL and not name.startswith(key):
+            continue
         path = saved.outline[name].path
         if key != MODEL and path[0] != key:
             continue

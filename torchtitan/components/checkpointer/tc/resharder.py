@@ -10,12 +10,16 @@ is true of every run, or passes over without a word, is settled here before a by
 - Tensors that begin at the same address are taken for one, and all but the last of them are left out.
   Here only those are that are the same tensor.
 - A file is read as a pickle that may call anything. Here it is data or it is refused (screening.py).
+- What is read goes into memory of its own and is copied from there. Here it is read straight into the
+  tensors, as far as they are in the memory of this machine and laid out as in the file.
 """
 
 import math
 from collections import Counter
 from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, IO
 
@@ -42,16 +46,22 @@ from torch_checkpointing.dtensor_metadata import (
     get_device_mesh_spec,
     ReplicateSpec,
 )
-from torch_checkpointing.resharding import LoadPlan
-from torch_checkpointing.resharding_utils import convert_nested_path_dict_to_fqn
+from torch_checkpointing.resharding import LoadPlan, ReshardingInfo
+from torch_checkpointing.resharding_utils import (
+    convert_nested_path_dict_to_fqn,
+    get_fqn_from_nested_path,
+)
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 from torch_checkpointing.types import CheckpointPath, NestedPath
 from torch_checkpointing.walk_utils import walk_checkpoint_structure
 
 from torchtitan.components.checkpointer.screening import load_plain
+from torchtitan.components.checkpointer.state import local_part
 from torchtitan.components.checkpointer.tc.faults import fault
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
+from torchtitan.components.checkpointer.tc.slices import read_into
 
+_Planned = tuple[NestedPath, LoadPlan]
 _Slice = tuple[NestedPath, LoadPlan, torch.Tensor]
 
 
@@ -104,14 +114,84 @@ class Resharder(DefaultResharder):
         storage: Storage,
     ) -> None:
         # Autograd would refuse to write into a parameter, and the threads that do it know no no_grad.
-        target = _detached(target)
+        found = _collect_leaf_values(item_key, target)
+        targets = {path: local_part(found[path]) for path in nested_path_to_load_plans}
         # In rounds, in none of which two tensors begin at the same address.
-        targets = _collect_leaf_values(item_key, target)
-        for paths in _rounds({path: targets[path] for path in nested_path_to_load_plans}):
-            plans = {path: nested_path_to_load_plans[path] for path in paths}
-            super()._execute_load_plans(
-                source_path, source_metadata, item_key, plans, target, storage
-            )
+        for paths in _rounds(targets):
+            by_rank: dict[int, list[_Planned]] = {}
+            for path in paths:
+                for plan in nested_path_to_load_plans[path]:
+                    by_rank.setdefault(plan.src_rank, []).append((path, plan))
+            layouts = {rank: source_metadata.get_layout_info(rank, item_key) for rank in by_rank}
+            left = self._read_directly(source_path, layouts, by_rank, targets, storage)
+            if left:
+                super()._execute_load_plans_with_read_strategy(
+                    *(self._read_strategy, source_path, layouts, item_key),
+                    *(left, targets, storage, self._file_read_workers, {}),
+                )
+
+    def _read_directly(
+        self,
+        source_path: Path,
+        layouts: Mapping[int, LayoutInfo],
+        by_rank: Mapping[int, list[_Planned]],
+        targets: Mapping[NestedPath, torch.Tensor],
+        storage: Storage,
+    ) -> dict[int, list[_Planned]]:
+        """Read what can be read into its place; the rest of ``by_rank`` is for the library."""
+        on_accelerator = any(target.device.type != "cpu" for target in targets.values())
+        # A thread has streams of its own; copies have to come after what waits in that of the caller.
+        stream = torch.accelerator.current_stream() if on_accelerator else None
+
+        def read(rank: int) -> bool:
+            if stream is not None:
+                torch.accelerator.set_stream(stream)
+            layout = layouts[rank]
+            if not isinstance(layout.serialization_format, TorchSerialization):
+                return False
+            path = source_path / layout.file_path
+            with _named_in_errors(path):
+                return read_into(targets, by_rank[rank], path, storage)
+
+        if len(by_rank) == 1:
+            done = [read(rank) for rank in by_rank]
+        else:
+            with ThreadPoolExecutor(min(self._file_read_workers, len(by_rank))) as pool:
+                try:
+                    done = list(pool.map(read, by_rank))
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+        return {
+            rank: plans
+            for (rank, plans), is_done in zip(by_rank.items(), done, strict=True)
+            if not is_done
+        }
+
+    def _generate_load_plans(
+        self,
+        target_metadata: dict[NestedPath, ShardingMetadata],
+        source_metadata: DistributedItemMetadata,
+    ) -> ReshardingInfo:
+        # The library works out the same for each layer anew. One of those that are alike is enough.
+        alike: dict[Any, list[NestedPath]] = {}
+        for path, sharding in target_metadata.items():
+            groups = source_metadata.nested_path_to_metadata.get(path)
+            described = groups and tuple((it.sharding_metadata, tuple(it.ranks)) for it in groups)
+            alike.setdefault((sharding, described) if groups else path, []).append(path)
+        firsts = {paths[0]: target_metadata[paths[0]] for paths in alike.values()}
+        found = super()._generate_load_plans(firsts, source_metadata)
+        of_first = found.nested_path_to_load_plans
+        plans, refused = {}, []
+        for first, *others in alike.values():
+            if first in found.non_reshardable_paths:
+                refused += [first, *others]
+            if first in of_first:
+                plans[first] = of_first[first]
+                for path in others:
+                    name = get_fqn_from_nested_path(path)
+                    plans[path] = [replace(plan, src_fqn=name) for plan in of_first[first]]
+        return ReshardingInfo(nested_path_to_load_plans=plans, non_reshardable_paths=refused)
 
     def _read_source_slices_with_offset_reads(
         self,
@@ -171,19 +251,10 @@ def _named_in_errors(path: Path) -> Generator[None]:
         raise fault(error, str(path)) from error
 
 
-def _detached(tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _detached(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_detached(value) for value in tree]
-    return tree.detach() if isinstance(tree, torch.Tensor) else tree
-
-
 def _rounds(targets: Mapping[NestedPath, torch.Tensor]) -> list[list[NestedPath]]:
     """The paths to read one after the other; of several for the same tensor, the last."""
     distinct: dict[Any, NestedPath] = {}
-    for path, tensor in targets.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for path, local in targets.items():
         address = local.data_ptr() if local.numel() > 0 else path
         distinct[address, tuple(local.shape), local.stride(), local.dtype] = path
     num_at: Counter[Any] = Counter()

@@ -195,3 +195,70 @@ def test_the_error_reaches_other_processes_as_it_is() -> None:
     assert portable(error) is error
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is CheckpointDamagedError and str(copy) == "f is damaged"
+
+
+parts_of_a_file = st.lists(st.tuples(SIZES, st.integers(0, 3 * BLOCK)), max_size=8)
+
+
+def buffers_for(content: bytes, wanted: list[tuple[int, int]]) -> list[tuple[int, bytearray]]:
+    return [
+        (at, bytearray(min(size, len(content) - at))) for at, size in wanted if at < len(content)
+    ]
+
+
+def fill(file: CheckedFile, buffers: list[tuple[int, bytearray]]) -> None:
+    file.fill((at, memoryview(buffer)) for at, buffer in buffers)
+
+
+@settings(max_examples=300)
+@given(content=contents, wanted=parts_of_a_file, is_sorted=st.booleans(), is_slow=st.booleans())
+def test_parts_are_filled_with_what_is_in_their_places(
+    content: bytes, wanted: list[tuple[int, int]], is_sorted: bool, is_slow: bool
+) -> None:
+    raw = Slow(content) if is_slow else io.BytesIO(content)
+    buffers = buffers_for(content, sorted(wanted) if is_sorted else wanted)
+    file = CheckedFile(raw, "f", digest_of(content))
+    file.read(3)
+    fill(file, buffers)
+    assert all(buffer == content[at : at + len(buffer)] for at, buffer in buffers)
+
+
+@settings(max_examples=300)
+@given(content=contents.filter(len), wanted=parts_of_a_file, data=st.data())
+def test_parts_of_a_damaged_block_are_not_given_out(
+    content: bytes, wanted: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(content) - 1))
+    damaged = bytearray(content)
+    damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+    buffers = buffers_for(content, sorted(wanted))
+    touched = {
+        block
+        for start, buffer in buffers
+        if buffer
+        for block in range(start // BLOCK, (start + len(buffer) - 1) // BLOCK + 1)
+    }
+    file = CheckedFile(io.BytesIO(bytes(damaged)), "f", digest_of(content))
+    if at // BLOCK in touched:
+        with pytest.raises(CheckpointDamagedError, match="^f is damaged: bytes "):
+            fill(file, buffers)
+    else:
+        fill(file, buffers)
+
+
+def test_filling_in_order_reads_and_checks_each_block_once() -> None:
+    content = bytes(range(256)) * (5 * BLOCK // 256 + 1)
+    checked: list[int] = []
+    file = CheckedFile(io.BytesIO(content), "f", digest_of(content), checked.append)
+    third = len(content) // 3
+    fill(
+        file, [(0, bytearray(third - 1)), (third, bytearray(third)), (2 * third, bytearray(third))]
+    )
+    assert sum(checked) == len(content)
+
+
+def test_parts_outside_of_the_file_are_refused() -> None:
+    file = CheckedFile(io.BytesIO(b"abc"), "f", digest_of(b"abc"))
+    for at, size in ((2, 2), (-1, 1)):
+        with pytest.raises(ValueError, match="^f has no bytes"):
+            fill(file, [(at, bytearray(size))])
