@@ -63,6 +63,8 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from flat(value, f"{prefix}{key}.")
+    elif isinstance(tree, list) and any(isinstance(one, torch.Tensor) for one in tree):
+        yield from flat(dict(enumerate(tree)), prefix)
     else:
         yield prefix.removesuffix("."), tree
 

@@ -9,6 +9,7 @@ too, and some are empty.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tests.ranks.layouts import (
 )
 from tests.ranks.odd_model import odd_spec
 from tests.ranks.pool import run_on_ranks
+from tests.ranks.tc_files import shares_of, unevenness
 from tests.ranks.tiny_run import make_config, Recorded, run, Trace
 from tests.unit_tests.components.checkpointer.ways import DISABLED, TC_WAITING, Way
 
@@ -201,6 +203,10 @@ def test_what_a_layout_saves_does_not_depend_on_it_nor_on_the_manager(
     if way == TC_WAITING:
         saved = look(DurableStorageConfig().create_storage(), str(_path(folder, way, layout)))
         assert _contents(saved.outline) == reference
+        written, sizes = shares_of(_path(folder, way, layout))
+        for name, (shape, _) in reference.items():
+            assert shape is None or written[name] == prod(shape), f"{name} is not there once"
+        assert len(sizes) == layout.num_ranks and unevenness(sizes) <= 1.1
         return
     index = _index_of(folder, layout)
     assert _contents(outline_of(index)) == reference

@@ -1,10 +1,10 @@
 """Checkpoints in the format of torch_checkpointing.
 
-Every rank writes one file per item of the state into ``tmp_step-<n>``; when all have written, rank 0
-gives the directory its name. Training waits for nothing but a copy into shared memory, and for that only
-where it is not done when the optimizer wants to step; a process of each rank writes it.
+Every rank writes its share of the state, one file per item, into ``tmp_step-<n>``; when all have
+written, rank 0 gives the directory its name. Training waits for nothing but a copy into shared memory,
+and for that only where it is not done when the optimizer wants to step; a process of each rank writes it.
 
-    _save -> payload_of -> settle (the ranks agree) -> Backend.save -> writer process -> step-<n>
+    _save -> payload_of -> Backend.share_of -> settle (the ranks agree) -> Backend.save -> writer process
     _save, last step -> end of the background -> a synchronous Backend -> step-<n>
     _load -> _choose_start -> tc/reading.restore -> Backend.load (tensors) -> the states
 
@@ -223,9 +223,9 @@ class TorchCheckpointingManager(BaseCheckpointManager):
 
     def _payload(self, asked: str, last_step: bool) -> dict[str, Any]:
         if not (last_step and self.last_save_model_only):
-            return payload_of(self.states, self.pg, asked)
+            return self._manager.share_of(payload_of(self.states, self.pg, asked))
         payload = payload_of({MODEL: self.states[MODEL]}, self.pg, asked)
-        return {MODEL: cast_for_export(payload[MODEL], self.export_dtype)}
+        return self._manager.share_of({MODEL: cast_for_export(payload[MODEL], self.export_dtype)})
 
     def _prewarm(self, curr_step: int) -> None:
         if self._prewarmed or not self._is_async:
@@ -233,7 +233,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         self._prewarmed = True
         asked = f"Preparing after step {curr_step} for saves into {self.folder}"
         with told_as_save_error(asked, self.timeout_seconds):
-            payload = payload_of(self.states, self.pg, asked)
+            payload = self._payload(asked, last_step=False)
             self._manager.prewarm_staging(payload)
             self._settle(None, needs_writer=True)
 
@@ -262,7 +262,10 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         """End what saves in the background, which is idle, and go on with saves that training waits for."""
         self._close_backend()
         self._manager_config = on_this_rank(
-            _with_sync_save(self._manager_config), group=self.pg, stager=None
+            _with_sync_save(self._manager_config),
+            group=self.pg,
+            stager=None,
+            metadata=self._manager.metadata,
         )
         self._manager = self._manager_config.build()
 

@@ -1,7 +1,7 @@
 """What of torch_checkpointing 0.1.1 is changed, each with its reason. By subclassing, never in place.
 
     Backend                   puts the parts below together, which the library's manager has no way to be told
-      Metadata                the library gathers on CUDA only, and keeps the metadata of the first save for life
+      Metadata                see exchange.py
       PlainMetadata           metadata.pkl holds plain values; the library would run what it was made to hold
       WholeReader             without metadata.pkl the library reads this rank's own file, whatever the layout;
                               what has no metadata it reads as a pickle that may call anything
@@ -12,8 +12,6 @@
 ``tests/unit_tests/components/checkpointer/tc/test_library_facts*.py`` pin what this relies on.
 """
 
-import pickle
-import weakref
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch_checkpointing.checkpoint_base import CheckpointInfo
 from torch_checkpointing.checkpoint_layout import TorchSerialization
@@ -31,20 +28,11 @@ from torch_checkpointing.checkpoint_reader import CheckpointReader
 from torch_checkpointing.checkpoint_saver import SyncCheckpointSaver
 from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs
 from torch_checkpointing.config import AsyncCheckpointSaverConfig
-from torch_checkpointing.distributed_metadata import (
-    CheckpointMetadata,
-    DistributedMetadata,
-    GlobalObjectMetadata,
-    LocalMetadata,
-    ShardingMetadata,
-)
-from torch_checkpointing.metadata_manager import DefaultMetadataManager
+from torch_checkpointing.distributed_metadata import DistributedMetadata
 from torch_checkpointing.metadata_serialization import TorchDistributedMetadataFormat
 from torch_checkpointing.schema import _CheckpointSchema
 from torch_checkpointing.storage.base_storage import Storage
-from torch_checkpointing.types import NestedPath, RankInfo
 
-from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError
 from torchtitan.components.checkpointer.integrity.manifest import Head
 from torchtitan.components.checkpointer.integrity.verification import Verification
@@ -53,11 +41,10 @@ from torchtitan.components.checkpointer.screening import load_plain
 from torchtitan.components.checkpointer.tc.background import Process, Saver, SharedMemory
 from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.commit import GroupCommit
+from torchtitan.components.checkpointer.tc.exchange import Metadata
 from torchtitan.components.checkpointer.tc.index import MARKER
-from torchtitan.components.checkpointer.tc.leaves import leaves
 from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
-from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain
 from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
 from torchtitan.components.checkpointer.tc.writer import require_checkpoint, Writer
 from torchtitan.components.checkpointer.waiting import note_given_up, WaitExpiredError
@@ -73,6 +60,9 @@ class BackendConfig(CheckpointManager.Config):
     stager: SharedMemoryStager | None = None
     """Stages and writes in the background; unused by a synchronous saver."""
 
+    metadata: Metadata | None = None
+    """What another backend of the run has agreed on with the other ranks, to be gone on with."""
+
     def build(self) -> "Backend":
         """The manager of the library, made of our parts."""
         return Backend(self)
@@ -83,10 +73,11 @@ def on_this_rank(
     *,
     group: "dist.ProcessGroup | None",
     stager: SharedMemoryStager | None,
+    metadata: Metadata | None = None,
 ) -> BackendConfig:
     """``config`` as it is built here."""
     given = {each.name: getattr(config, each.name) for each in fields(CheckpointManager.Config)}
-    return BackendConfig(**given, group=group, stager=stager)
+    return BackendConfig(**given, group=group, stager=stager, metadata=metadata)
 
 
 class Backend(CheckpointManager):
@@ -105,7 +96,8 @@ class Backend(CheckpointManager):
         self._storage_config = config.storage_config or DurableStorageConfig()
         rank_info = rank_info_of_this_process()
         self._rank = rank_info.global_rank
-        self._metadata = self._metadata_manager = Metadata(rank_info, config.group)
+        self.metadata = config.metadata or Metadata(rank_info, config.group)
+        self._metadata_manager = self.metadata
         args = CheckpointWriterArgs(
             config=config.save.writer_config,
             rank_info=rank_info,
@@ -121,7 +113,7 @@ class Backend(CheckpointManager):
             self._saver = Saver(
                 SharedMemory(config.stager),
                 Process(args, init, self._require_written, lambda: self.head),
-                self._metadata,
+                self.metadata,
                 config.save.wait_timeout_secs or 600.0,
             )
         else:
@@ -130,15 +122,25 @@ class Backend(CheckpointManager):
                 lambda: GroupCommit(rank_info, config.group),
                 find_head=lambda: self.head,
             )
-            self._saver = SyncCheckpointSaver(writer, self._metadata)
+            self._saver = SyncCheckpointSaver(writer, self.metadata)
         self._checked = CheckedStorage(self._storage_config.create_storage())
         self._reader = WholeReader(rank_info, self._storage_config, storage=self._checked)
-        self._loader = CheckpointLoader(self._reader, self._metadata)
+        self._loader = CheckpointLoader(self._reader, self.metadata)
 
     def _require_written(self, path: str) -> None:
         if self._rank == 0:
             # Else a storage in memory would be that of the writer process, and all of it lost.
             require_checkpoint(self._storage_config.create_storage(), path)
+
+    def share_of(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """What of ``payload`` this rank is to hand to ``save``. Collective; an error of one is that of all.
+
+        Raises:
+            ValueError: a tensor is laid out in a way that could not be read back.
+        """
+        items = self._schema.build_items(payload, rank=self._rank)
+        self.metadata.agree(CheckpointInfo(checkpoint_items=items))
+        return self.metadata.share_of(payload)
 
     def check_with(self, verification: Verification | None) -> None:
         """Check what the following loads read of the checkpoint that ``verification`` is of."""
@@ -180,80 +182,7 @@ class Backend(CheckpointManager):
             self._closed = True
             self._saver.close()
             self._loader.close()
-            self._metadata.close()
-
-
-class Metadata(DefaultMetadataManager):
-    """Exchanges the metadata of a save over a group of our own, anew whenever it has changed."""
-
-    def __init__(self, rank_info: RankInfo, group: "dist.ProcessGroup | None") -> None:
-        super().__init__(rank_info, group, should_cache_metadata=False, enable_serialization=False)
-        self._group = group
-        self._tensors: _Tensors | None = None
-        self._local: LocalMetadata = {}
-        self._current: tuple[CheckpointMetadata, bytes] | None = None
-
-    def compute_metadata(self, checkpoint_info: CheckpointInfo) -> CheckpointMetadata:
-        """The metadata of all ranks. Collective; a failure of one rank is raised on all.
-
-        Raises:
-            ValueError: a tensor is laid out in a way that could not be read back.
-        """
-        tensors = _Tensors(checkpoint_info)
-        local, failure = self._local, None
-        if not tensors.are(self._tensors):
-            try:
-                local = self.extract_object_metadata(checkpoint_info)
-            except Exception as error:  # of any tensor subclass in the state
-                failure = f"rank {self._rank_info.global_rank}: {error}"
-        found = gather((failure, local == self._local), self._group)
-        if failures := [one for one, _ in found if one is not None]:
-            raise ValueError(failures[0])
-        if self._current is None or not all(is_known for _, is_known in found):
-            metadata = self._aggregate_metadata(local, checkpoint_info.layout_info_mappings)
-            content = pickle.dumps(metadata.to_dict())
-            both = CheckpointMetadata(distributed_metadata=metadata, local_metadata=local)
-            self._current = both, content
-        self._tensors, self._local = tensors, local
-        return self._current[0]
-
-    def get_serialized_metadata(self) -> bytes | None:
-        """The contents of metadata.pkl for the save whose metadata was computed last."""
-        return None if self._current is None else self._current[1]
-
-    def _all_gather_pickled_data(
-        self, data: Any, process_group: "dist.ProcessGroup | None" = None
-    ) -> dict[int, Any]:
-        return dict(enumerate(gather(data, process_group)))
-
-    def _merge_object_metadata_from_ranks(
-        self, all_ranks_metadata: dict[int, dict[str, dict[NestedPath, ShardingMetadata]]]
-    ) -> dict[str, dict[NestedPath, list[GlobalObjectMetadata]]]:
-        return one_of_each_plain(super()._merge_object_metadata_from_ranks(all_ranks_metadata))
-
-
-class _Tensors:
-    """The tensors of a save, to be told from those of another one; keeps none of them alive."""
-
-    def __init__(self, checkpoint_info: CheckpointInfo) -> None:
-        self._found = {
-            (key, nested): (weakref.ref(leaf), leaf.shape, leaf.dtype)
-            for key, value in checkpoint_info.state_dict.items()
-            for nested, leaf in leaves(value)
-            if isinstance(leaf, torch.Tensor)
-        }
-
-    def are(self, others: "_Tensors | None") -> bool:
-        """Whether these are the very same objects: then they are laid out in the same way."""
-        # Two references are equal if what they refer to is; to compare tensors would compare elements.
-        return (
-            others is not None
-            and self._found.keys() == others._found.keys()
-            and all(
-                mine[0]() is theirs[0]() and mine[1:] == theirs[1:]
-                for mine, theirs in zip(self._found.values(), others._found.values(), strict=True)
-            )
-        )
+            self.metadata.close()
 
 
 class PlainMetadata(TorchDistributedMetadataFormat):

@@ -23,7 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.stateful import Stateful
-from torch_checkpointing.distributed_metadata import DistributedItemMetadata, DistributedMetadata
+from torch_checkpointing.distributed_metadata import (
+    DistributedItemMetadata,
+    DistributedMetadata,
+    GlobalObjectMetadata,
+)
 from torch_checkpointing.dtensor_metadata import DTensorShardingMetadata
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 
@@ -246,7 +250,8 @@ def _files_with_values(
 ) -> list[tuple[str, str]]:
     """(item, file) of all files to look into, by item and rank.
 
-    Of what is sharded, one rank's file tells the values of all ranks, if it has all of the tensors.
+    Of what is sharded, one rank's file tells the values of all ranks, if all of the tensors are on it:
+    it has all values then, although other ranks may have written some of these tensors (shares.py).
     """
     ranks: dict[str, list[int]] = {}
     for name in names:
@@ -266,14 +271,19 @@ def _files_with_values(
 
 
 def _is_sharded(item: DistributedItemMetadata) -> bool:
-    return any(len(groups[0].ranks) > 1 for groups in item.nested_path_to_metadata.values())
+    return any(len(_holders(groups[0])) > 1 for groups in item.nested_path_to_metadata.values())
 
 
 def _has_all(item: DistributedItemMetadata, rank: int) -> bool:
     return all(
-        any(rank in group.ranks for group in groups)
+        any(rank in _holders(group) for group in groups)
         for groups in item.nested_path_to_metadata.values()
     )
+
+
+def _holders(group: GlobalObjectMetadata) -> tuple[int, ...]:
+    """The ranks that had the tensor, of which those in ``group.ranks`` have written it."""
+    return group.sharding_metadata.equivalent_ranks or group.ranks
 
 
 def _read(storage: Storage, path: Path) -> Any:

@@ -15,6 +15,7 @@ from torch_checkpointing.checkpoint_base import CheckpointInfo, CheckpointItem
 from torch_checkpointing.types import RankInfo
 from torchtitan.components.checkpointer import torch_checkpointing
 from torchtitan.components.checkpointer.integrity.digests import digest_of
+from torchtitan.components.checkpointer.tc import exchange
 from torchtitan.components.checkpointer.tc.commit import Commit, Files, GroupCommit
 from torchtitan.components.checkpointer.tc.library import Metadata
 from torchtitan.components.checkpointer.tc.payload import payload_of
@@ -108,7 +109,7 @@ def payloads() -> dict[str, Any]:
     }
 
 
-def exchanged(metadata: Metadata, **tensors: Any) -> Any:
+def told(metadata: Metadata, **tensors: Any) -> Any:
     item = CheckpointItem(value=tensors, resharder=Resharder())
     found = metadata.compute_metadata(CheckpointInfo({"model": item}))
     groups = found.distributed_metadata.metadata["model"].nested_path_to_metadata
@@ -119,25 +120,25 @@ def metadatas() -> dict[str, Any]:
     rank = dist.get_rank()
     metadata = Metadata(rank_info_of_this_process(), None)
     gathers: list[int] = []
-    gather = Metadata._all_gather_pickled_data
+    gather = exchange.gather
 
-    def counted(self: Metadata, *given: Any) -> Any:
+    def counted(*given: Any) -> Any:
         gathers.append(1)
-        return gather(self, *given)
+        return gather(*given)
 
     everywhere = {"w": torch.zeros(2)}
     found: dict[str, Any] = {}
-    with patch.object(Metadata, "_all_gather_pickled_data", counted):
-        found["everywhere"] = exchanged(metadata, **everywhere)
-        found["again"] = exchanged(metadata, **everywhere)
+    with patch.object(exchange, "gather", counted):
+        found["everywhere"] = told(metadata, **everywhere)
+        found["again"] = told(metadata, **everywhere)
         found["gathers"] = len(gathers)
         grown = {"b": torch.zeros(1)} if rank == 2 else {}
-        found["one grew"] = exchanged(metadata, **everywhere, **grown)
+        found["one grew"] = told(metadata, **everywhere, **grown)
         found["gathers then"] = len(gathers)
-    found["differs"] = end_of(lambda: exchanged(metadata, w=torch.zeros(1 + rank // 2)))
+    found["differs"] = end_of(lambda: told(metadata, w=torch.zeros(1 + rank // 2)))
     clash = {"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}} if rank == 1 else {}
-    found["one fails"] = end_of(lambda: exchanged(metadata, **everywhere, **clash))
-    found["after"] = exchanged(metadata, **everywhere)
+    found["one fails"] = end_of(lambda: told(metadata, **everywhere, **clash))
+    found["after"] = told(metadata, **everywhere)
     metadata.close()
     return found
 
@@ -221,8 +222,8 @@ def test_metadata_is_exchanged_when_that_of_any_rank_has_changed(
 ) -> None:
     for found in (each["metadatas"] for each in ranks):
         assert found["everywhere"] == found["again"] == {"w": [(0,)]}
-        # One for the tensors and one for the files; nothing when nobody has anything new.
-        assert (found["gathers"], found["gathers then"]) == (2, 4)
+        # One to know whether anybody has anything new, and one to tell it.
+        assert (found["gathers"], found["gathers then"]) == (3, 5)
         assert found["one grew"] == {"w": [(0,)], "b": [(2,)]}
         assert found["after"] == {"w": [(0,)]}
 
