@@ -7,9 +7,11 @@ test_resharding.py.
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -74,16 +76,18 @@ def averages(seed: int, num_extra: int) -> dict[str, Any]:
 
 def run_in(folder: Path, way: Way, seed: int, num_extra: int = 0) -> Run:
     torch.manual_seed(seed)
-    model = Tied()
+    model: Any = Tied()
     mesh = mesh_of_all()
     fully_shard(model, mesh=mesh)
     optimizers = default_adamw(lr=0.01).build(model_parts=[model])
     schedule = LRSchedulersContainer.Config(warmup_steps=2)
     lr_schedulers = schedule.build(optimizers=optimizers, training_steps=1000)
-    parts: Any = (model, optimizers, lr_schedulers, Counter(row=0), Counter(step=0))
+    data, progress = Counter(row=0), Counter(step=0)
     settings: dict[str, Any] = {"keep_latest_k": 0, "last_save_model_only": False, **way.settings}
-    manager = build_manager(folder / way.name, *parts, **settings)
-    run = Run(*parts, manager=manager)  # pyrefly: ignore[bad-argument-count]
+    manager = build_manager(
+        folder / way.name, model, optimizers, lr_schedulers, data, progress, **settings
+    )
+    run = Run(model, optimizers, lr_schedulers, data, progress, manager)
     run.manager.states["averages"] = Held(averages(seed, num_extra))
     return run
 
@@ -109,17 +113,39 @@ def all_of(run: Run) -> dict[str, Any]:
     return {name: value for key, tree in states.items() for name, value in flat(tree, key).items()}
 
 
+@contextmanager
+def counted_meetings() -> Generator[list[str]]:
+    """How often all ranks wait for each other to say something."""
+    meetings: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        meet = getattr(dist, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            meetings.append(name)
+            return meet(*given, **named)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("all_gather_object", "broadcast_object_list", "barrier"):
+            stack.enter_context(patch.object(dist, name, noted(name)))
+        yield meetings
+
+
 def save_in_each_way(folder: Path) -> dict[str, Any]:
     """Three saves, before the last of which the state grows; what there was, by way and step."""
-    found = {}
+    found: dict[str, Any] = {}
     for way in WAYS:
         run = run_in(folder, way, seed=1)
         for step in (1, 2, 3):
             if step == 3:
                 run.manager.maybe_wait_for_saving()
                 run.manager.states["averages"].values = averages(7, num_extra=3)
-            run.train(step)
+            with counted_meetings() as meetings:
+                run.train(step)
             found[f"{way}/{step}"] = all_of(run)
+            found[f"meetings {way}/{step}"] = meetings
         run.manager.close()
     return found
 
@@ -130,7 +156,8 @@ def load_in_each_way(folder: Path) -> dict[str, Any]:
         for step in (2, 3):
             run = run_in(folder, way, seed=5, num_extra=3 if step == 3 else 0)
             assert run.manager.load(step)
-            assert run.model.head.weight is run.model.embedding.weight  # type: ignore[attr-defined]
+            model: Any = run.model
+            assert model.head.weight is model.embedding.weight
             found[f"{way}/{step}"] = all_of(run)
             run.manager.close()
     return found
@@ -165,6 +192,16 @@ def test_what_ranks_hold_alike_is_written_once_and_by_all_of_them_together(
     assert len(tensors) == 42 + 3 * (step == 3)
     assert {name: written[name] for name in tensors} == tensors
     assert len(sizes) == 4 and unevenness(sizes) <= 1.1
+    # Staged by all, for it is small, and equal.
+    assert [file.name for file in path_of(folder, way, step).glob("train_state_*")] == [
+        "train_state_0.pt"
+    ]
+
+
+def test_ranks_meet_twice_in_a_save_that_is_like_the_one_before(saved: dict[str, Any]) -> None:
+    assert saved[f"meetings {TC}/2"] == ["all_gather_object", "broadcast_object_list"]
+    # What is new is told, and there is room for it on all ranks, or it is made together.
+    assert saved[f"meetings {TC}/3"].count("all_gather_object") in (3, 4)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -214,7 +251,8 @@ def on_own_rank() -> dict[str, Any]:
     if dist.get_rank() == 1:
         del tensors["b"]
     metadata = exchange.Metadata(rank_info_of_this_process(), None)
-    metadata.agree(CheckpointInfo({"model": CheckpointItem(value=tensors, resharder=Resharder())}))
+    metadata.look(CheckpointInfo({"model": CheckpointItem(value=tensors, resharder=Resharder())}))
+    metadata.agree(is_known=False)
     kept = metadata.share_of({"model": tensors})
     metadata.close()
     return {"kept": sorted(kept["model"])}

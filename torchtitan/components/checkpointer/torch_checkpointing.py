@@ -4,7 +4,7 @@ Every rank writes its share of the state, one file per item, into ``tmp_step-<n>
 written, rank 0 gives the directory its name. Training waits for nothing but a copy into shared memory,
 and for that only where it is not done when the optimizer wants to step; a process of each rank writes it.
 
-    _save -> payload_of -> Backend.share_of -> settle (the ranks agree) -> Backend.save -> writer process
+    _save -> hand_over (the ranks agree on who writes what) -> Backend.save -> writer process -> step-<n>
     _save, last step -> end of the background -> a synchronous Backend -> step-<n>
     _load -> _choose_start -> tc/reading.restore -> Backend.load (tensors) -> the states
 
@@ -36,7 +36,6 @@ from torchtitan.components.checkpointer.in_flight import (
 )
 from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
 from torchtitan.components.checkpointer.modes import AsyncMode
-from torchtitan.components.checkpointer.pinned.settling import settle
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
@@ -61,10 +60,11 @@ from torchtitan.components.checkpointer.tc.events import (
     init_subprocess_logging as _init_subprocess_logging,
     stamp,
 )
+from torchtitan.components.checkpointer.tc.handover import hand_over, Prepare
 from torchtitan.components.checkpointer.tc.index import step_dir_pattern as _step_dir_pattern
 from torchtitan.components.checkpointer.tc.library import Backend, BackendConfig, on_this_rank
 from torchtitan.components.checkpointer.tc.machine import carried_out_here
-from torchtitan.components.checkpointer.tc.payload import payload_of
+from torchtitan.components.checkpointer.tc.payload import Items, items_of
 from torchtitan.components.checkpointer.tc.reading import (
     restore,
     restore_state_dict as _restore_state_dict,
@@ -195,8 +195,13 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             told_as_save_error(asked, limit_seconds, earlier_failure),
             patience(timedelta(seconds=limit_seconds)),
         ):
-            payload = self._payload(asked, last_step)
-            earlier_failure = self._agree(earlier_failure, None if last_step else payload)
+            stager = self._stager if self._is_async and not last_step else None
+            payload, earlier_failure = self._hand_over(
+                asked,
+                earlier_failure,
+                prepare=None if stager is None else stager.prepare,
+                last_step=last_step,
+            )
             if earlier_failure is not None and not last_step:
                 raise earlier_failure  # after the last step, the last chance to keep the work comes first
             self._report = SaveReport(
@@ -221,11 +226,11 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             raise earlier_failure
         return True
 
-    def _payload(self, asked: str, last_step: bool) -> dict[str, Any]:
+    def _take(self, last_step: bool) -> Items:
         if not (last_step and self.last_save_model_only):
-            return self._manager.share_of(payload_of(self.states, self.pg, asked))
-        payload = payload_of({MODEL: self.states[MODEL]}, self.pg, asked)
-        return self._manager.share_of({MODEL: cast_for_export(payload[MODEL], self.export_dtype)})
+            return items_of(self.states)
+        values, digests = items_of({MODEL: self.states[MODEL]})
+        return Items({MODEL: cast_for_export(values[MODEL], self.export_dtype)}, digests)
 
     def _prewarm(self, curr_step: int) -> None:
         if self._prewarmed or not self._is_async:
@@ -233,30 +238,31 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         self._prewarmed = True
         asked = f"Preparing after step {curr_step} for saves into {self.folder}"
         with told_as_save_error(asked, self.timeout_seconds):
-            payload = self._payload(asked, last_step=False)
-            self._manager.prewarm_staging(payload)
-            self._settle(None, needs_writer=True)
+            self._hand_over(asked, None, prepare=self._manager.prewarm_staging)
 
-    def _agree(
-        self, failure: CheckpointSaveError | None, payload: dict[str, Any] | None
-    ) -> CheckpointSaveError | None:
-        """Agree how the previous save ended, and prepare to stage ``payload`` if there is one."""
-        if not self._is_async:
-            return failure
-        assert self._stager is not None
-        if payload is not None:
-            self._stager.prepare(payload)
-        return self._settle(failure, needs_writer=payload is not None)
-
-    def _settle(
-        self, failure: CheckpointSaveError | None, *, needs_writer: bool
-    ) -> CheckpointSaveError | None:
-        assert self._stager is not None
-        failure, can_stage = settle(self._stager, failure, self.pg, needs_writer=needs_writer)
-        self._manager.forget_failure()
-        if not can_stage:
-            self._go_synchronous()
-        return failure
+    def _hand_over(
+        self,
+        asked: str,
+        failure: CheckpointSaveError | None,
+        *,
+        prepare: Prepare | None,
+        last_step: bool = False,
+    ) -> tuple[dict[str, Any], CheckpointSaveError | None]:
+        """What this rank is to write; and how the previous save ended, as all ranks see it."""
+        payload, failure, can_stage = hand_over(
+            lambda: self._take(last_step),
+            self._manager,
+            self._stager if self._is_async else None,
+            prepare=prepare,
+            earlier=failure,
+            group=self.pg,
+            asked=asked,
+        )
+        if self._is_async:
+            self._manager.forget_failure()
+            if not can_stage:
+                self._go_synchronous()
+        return payload, failure
 
     def _go_synchronous(self) -> None:
         """End what saves in the background, which is idle, and go on with saves that training waits for."""

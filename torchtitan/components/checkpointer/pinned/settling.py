@@ -52,7 +52,9 @@ class Verdict(NamedTuple):
     """Whether further saves can be staged. If not, all ranks have said so and closed their stagers."""
 
 
-class _Report(NamedTuple):
+class Report(NamedTuple):
+    """What a rank knows before a save."""
+
     failure: str | None
     is_echo: bool
     is_loss: bool
@@ -61,12 +63,25 @@ class _Report(NamedTuple):
     shortages: list[str]
 
 
+def report_of(stager: Stager, failure: CheckpointSaveError | None, *, needs_writer: bool) -> Report:
+    """What this rank tells the others; the arguments are those of ``settle``."""
+    return Report(
+        failure=None if failure is None else str(failure),
+        is_echo=failure is not None and _is_told_by_others(failure),
+        is_loss=failure is not None and isinstance(failure.__cause__, WRITER_LOST),
+        is_usable=stager.has_usable_writer,
+        lacks_room=needs_writer and stager.lacks_room,
+        shortages=[*stager.shortages],
+    )
+
+
 def settle(
     stager: Stager,
     failure: CheckpointSaveError | None,
     group: "dist.ProcessGroup | None",
     *,
     needs_writer: bool,
+    reports: list[Report] | None = None,
 ) -> Verdict:
     """Agree, and have all that the next save needs, or go without staging on all ranks.
 
@@ -77,16 +92,10 @@ def settle(
     Args:
         failure: what this rank's previous save failed with.
         needs_writer: what follows is a save through the writer processes, or prepares for one.
+        reports: those of all ranks, if they have told each other already.
     """
-    own = _Report(
-        failure=None if failure is None else str(failure),
-        is_echo=failure is not None and _is_told_by_others(failure),
-        is_loss=failure is not None and isinstance(failure.__cause__, WRITER_LOST),
-        is_usable=stager.has_usable_writer,
-        lacks_room=needs_writer and stager.lacks_room,
-        shortages=[*stager.shortages],
-    )
-    reports = gather(own, group)
+    if reports is None:
+        reports = gather(report_of(stager, failure, needs_writer=needs_writer), group)
     shortages = [shortage for report in reports for shortage in report.shortages]
     replaces = needs_writer and not all(report.is_usable for report in reports)
     grows = any(report.lacks_room for report in reports)
@@ -114,7 +123,7 @@ def _is_told_by_others(failure: CheckpointSaveError) -> bool:
     return is_echo(failure) or isinstance(failure.__cause__, OtherRankFailedError)
 
 
-def _is_loss(reports: list[_Report]) -> bool:
+def _is_loss(reports: list[Report]) -> bool:
     """Whether all that failed is that a writer process died, and what others felt of it."""
     failed = [report for report in reports if report.failure is not None]
     return any(report.is_loss for report in failed) and all(
@@ -123,7 +132,7 @@ def _is_loss(reports: list[_Report]) -> bool:
 
 
 def _agreed_failure(
-    own: CheckpointSaveError | None, reports: list[_Report]
+    own: CheckpointSaveError | None, reports: list[Report]
 ) -> CheckpointSaveError | None:
     # What a rank only felt of another one's end says less than what that one says.
     causes = [report for report in reports if report.failure is not None and not report.is_echo]

@@ -3,8 +3,8 @@
 Nothing is told while every rank saves the very same tensors as before, which is so from the second save
 on. The library tells it on CUDA only, and keeps what was told first for life.
 
-    agree (all ranks: extract -> gather -> one of each plain tensor -> shares.share_out) -> share_of
-      -> stager ... Backend.save -> compute_metadata: what was agreed -> metadata.pkl
+    look -> (handover.py: is it new to anybody?) -> agree -> gather -> one of each plain tensor
+      -> shares.share_out -> share_of -> stager ... Backend.save -> compute_metadata -> metadata.pkl
 """
 
 import hashlib
@@ -56,28 +56,36 @@ class Metadata(DefaultMetadataManager):
     def __init__(self, rank_info: RankInfo, group: "dist.ProcessGroup | None") -> None:
         super().__init__(rank_info, group, should_cache_metadata=False, enable_serialization=False)
         self._group = group
+        self._seen: tuple[_Tensors, _Own] | None = None
         self._tensors: _Tensors | None = None
         self._own = _Own()
         self._current: tuple[CheckpointMetadata, bytes] | None = None
         self._left: dict[str, set[NestedPath]] = {}
         self._is_agreed = False
 
-    def agree(self, checkpoint_info: CheckpointInfo) -> None:
-        """Let all ranks know of the tensors in all of them. Collective; a failure of one is raised on all.
+    def look(self, checkpoint_info: CheckpointInfo) -> bool:
+        """Look at the tensors of this rank for the save that follows; whether they are as they were.
 
         Raises:
-            ValueError: a tensor is laid out in a way that could not be read back.
+            ValueError: one is laid out in a way that could not be read back.
         """
-        tensors, own, failure = _Tensors(checkpoint_info), self._own, None
+        tensors, own = _Tensors(checkpoint_info), self._own
         if not tensors.are(self._tensors):
-            try:
-                own = self._described(checkpoint_info)
-            except Exception as error:  # of any tensor subclass in the state
-                failure = f"rank {self._rank_info.global_rank}: {error}"
-        found = gather((failure, self._current is not None and own == self._own), self._group)
-        if failures := [one for one, _ in found if one is not None]:
-            raise ValueError(failures[0])
-        if not all(is_known for _, is_known in found):
+            own = self._described(checkpoint_info)
+        self._seen = tensors, own
+        return self._current is not None and own == self._own
+
+    def agree(self, *, is_known: bool) -> None:
+        """Go on with what was looked at; all ranks tell each other of it unless it ``is_known`` to all.
+
+        Collective then.
+
+        Raises:
+            ValueError: ranks have different tensors under one name.
+        """
+        assert self._seen is not None
+        (tensors, own), self._seen = self._seen, None
+        if not is_known:
             self._current = None  # until all of it is known
             metadata = self._of_all_ranks(own)
             both = CheckpointMetadata(distributed_metadata=metadata, local_metadata=own.local)
@@ -89,14 +97,26 @@ class Metadata(DefaultMetadataManager):
         self._tensors, self._own, self._is_agreed = tensors, own, True
 
     def share_of(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank writes of ``payload``, whose tensors were agreed on."""
-        assert self._is_agreed
+        """What this rank writes of ``payload``, if its tensors are those that were told last."""
         return without(payload, self._left)
 
     def compute_metadata(self, checkpoint_info: CheckpointInfo) -> CheckpointMetadata:
-        """The metadata of all ranks. Collective unless it was agreed on for this save. Raises ValueError."""
+        """The metadata of all ranks. Collective unless it was agreed on for this save; a failure of one
+        rank is raised on all.
+
+        Raises:
+            ValueError: a tensor could not be read back, or not told from that of another rank.
+        """
         if not self._is_agreed:
-            self.agree(checkpoint_info)
+            failure, is_known = None, False
+            try:
+                is_known = self.look(checkpoint_info)
+            except Exception as error:  # of any tensor subclass in the state
+                failure = f"rank {self._rank_info.global_rank}: {error}"
+            found = gather((failure, is_known), self._group)
+            if failures := [one for one, _ in found if one is not None]:
+                raise ValueError(failures[0])
+            self.agree(is_known=all(each for _, each in found))
         self._is_agreed = False
         assert self._current is not None
         return self._current[0]

@@ -132,15 +132,10 @@ class Backend(CheckpointManager):
             # Else a storage in memory would be that of the writer process, and all of it lost.
             require_checkpoint(self._storage_config.create_storage(), path)
 
-    def share_of(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """What of ``payload`` this rank is to hand to ``save``. Collective; an error of one is that of all.
-
-        Raises:
-            ValueError: a tensor is laid out in a way that could not be read back.
-        """
+    def look(self, payload: Mapping[str, Any]) -> bool:
+        """Look at the tensors to be saved; whether all of them are as they were. Raises ValueError."""
         items = self._schema.build_items(payload, rank=self._rank)
-        self.metadata.agree(CheckpointInfo(checkpoint_items=items))
-        return self.metadata.share_of(payload)
+        return self.metadata.look(CheckpointInfo(checkpoint_items=items))
 
     def check_with(self, verification: Verification | None) -> None:
         """Check what the following loads read of the checkpoint that ``verification`` is of."""

@@ -9,52 +9,47 @@ import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpointer.agreement import gather
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.nesting import encode
 from torchtitan.components.checkpointer.screening import require_plain
 from torchtitan.components.checkpointer.state import flatten_states, MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.tc.leaves import leaves, require_distinct_names
 
 
-def payload_of(
-    states: Mapping[str, Any], group: "dist.ProcessGroup | None", asked: str
-) -> dict[str, Any]:
-    """The payload of this rank. Collective; a failure of one rank is raised on all.
+class Items(NamedTuple):
+    """The state of this rank, by state key."""
 
-    Args:
-        asked: begins the error that tells what failed.
+    values: dict[str, Any]
+    digests: dict[str, bytes | None]
+    """Of what may be equal on all ranks."""
+
+
+def items_of(states: Mapping[str, Any]) -> Items:
+    """What this rank has to save.
 
     Raises:
-        CheckpointSaveError: the state of some rank cannot be had.
+        RuntimeError: it cannot be had, or not be saved.
+        ValueError: names hide each other.
     """
-    payload: dict[str, Any] = {}
-    digests: dict[str, bytes | None] = {}
-    failure = None
-    try:
-        for key, state in states.items():
-            payload[key], digests[key] = _item(key, state)
-        flatten_states(payload, model=payload.get(MODEL))  # the names must not hide each other
-    except Exception as error:  # of any object in the state
-        failure = f"rank {_rank(group)}: {error}"
-    found = gather((failure, digests), group)
-    if failures := [one for one, _ in found if one is not None]:
-        raise CheckpointSaveError(
-            f"{asked} failed: {failures[0]}. Older checkpoints are untouched."
-        )
-    below = [others for _, others in found[: _rank(group)]]
+    items = Items({}, {})
+    for key, state in states.items():
+        items.values[key], items.digests[key] = _item(key, state)
+    flatten_states(items.values, model=items.values.get(MODEL))
+    return items
+
+
+def repeated(digests: Sequence[Mapping[str, bytes | None]], rank: int) -> set[str]:
+    """The keys of what ``rank`` has as a lower one has it, by the ``digests`` of all ranks."""
     return {
-        key: value
-        for key, value in payload.items()
-        if digests[key] is None or all(others.get(key) != digests[key] for others in below)
+        key
+        for key, digest in digests[rank].items()
+        if digest is not None and any(others.get(key) == digest for others in digests[:rank])
     }
 
 
@@ -150,7 +145,3 @@ def _has_shards(tree: Any) -> bool:
     if isinstance(tree, Mapping):
         return any(map(_has_shards, tree.values()))
     return any(map(_has_shards, tree)) if isinstance(tree, list) else isinstance(tree, DTensor)
-
-
-def _rank(group: "dist.ProcessGroup | None") -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0

@@ -5,7 +5,7 @@ them: the largest first, each by whoever has the least to write so far. All rank
 what all know. A plain tensor is its rank's own. Pure; what is decided stands in the metadata: the ranks
 it names for a tensor are those that write it.
 
-    exchange.py: metadata of all ranks -> share_out -> its ranks -> left_to_others -> without -> stager
+    exchange.py: metadata of all ranks -> share_out -> its ranks -> left_to_others -> without -> handover.py
 """
 
 from collections import Counter, OrderedDict

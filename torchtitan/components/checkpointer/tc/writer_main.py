@@ -42,7 +42,7 @@ class Job:
 
     args: CheckpointWriterArgs
     layouts: Mapping[str, LayoutInfo | None]
-    """By item."""
+    """By item that is written."""
     metadata: bytes | None
     """The contents of metadata.pkl."""
     head: Head | None
@@ -102,6 +102,7 @@ def save(request: Request, arena: Arena, joined: Joined, trainer_pid: int) -> No
         items = {
             key: CheckpointItem(value=value, layout=job.layouts.get(key))
             for key, value in restore(payload, arena, build_shard).items()
+            if key in job.layouts  # others were staged, and are written by another rank
         }
         writer = Writer(
             job.args,

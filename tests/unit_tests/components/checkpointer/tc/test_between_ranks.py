@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import distribute_tensor, Shard
 from torch_checkpointing.checkpoint_base import CheckpointInfo, CheckpointItem
 from torch_checkpointing.types import RankInfo
 from torchtitan.components.checkpointer import torch_checkpointing
+from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.integrity.digests import digest_of
-from torchtitan.components.checkpointer.tc import exchange
+from torchtitan.components.checkpointer.tc import exchange, handover
 from torchtitan.components.checkpointer.tc.commit import Commit, Files, GroupCommit
+from torchtitan.components.checkpointer.tc.handover import hand_over
 from torchtitan.components.checkpointer.tc.library import Metadata
-from torchtitan.components.checkpointer.tc.payload import payload_of
+from torchtitan.components.checkpointer.tc.payload import items_of
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 from torchtitan.components.checkpointer.tc.resharder import Resharder
 from torchtitan.components.checkpointer.torch_checkpointing import TorchCheckpointingManager
 
 from tests.ranks.pool import run_on_ranks
+from tests.unit_tests.components.checkpointer.tc.test_library import config as synchronous
 
 pytestmark = pytest.mark.ranks
 WORLD = 3
@@ -89,10 +92,10 @@ def payloads() -> dict[str, Any]:
         "model": {"w": torch.zeros(2)},
         "optimizer": {"lr": 0.1},
         "equal": {"step": 3, "tensor": torch.ones(2)},
-        "unequal": {"step": 3, "tensor": torch.ones(2) * rank},
+        "unequal": {"step": 3, "n": rank, "tensor": torch.ones(2) * rank},
         "own": {"seed": rank},
         "pair": {"half": min(rank, 1)},
-        "sharded": {"average": distribute_tensor(torch.ones(WORLD), mesh)},
+        "sharded": {"average": distribute_tensor(torch.ones(WORLD), mesh, [Shard(0)])},
     }
 
     class Failing:
@@ -102,11 +105,33 @@ def payloads() -> dict[str, Any]:
         def load_state_dict(self, state_dict: Any) -> None: ...
 
     one_fails = states | ({"dataloader": Failing()} if rank == 1 else {})
-    return {
-        "keys": sorted(payload_of(states, None, "Saving")),
-        "failure": end_of(payload_of, one_fails, None, "Saving"),
-        "after": sorted(payload_of({"equal": 1}, None, "Saving")),
-    }
+    backend = synchronous().build()
+    meetings: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        meetings.append(1)
+        return gather(*given)
+
+    def keys(states: dict[str, Any]) -> list[str]:
+        told = hand_over(
+            lambda: items_of(states),
+            backend,
+            None,
+            prepare=None,
+            earlier=None,
+            group=None,
+            asked="Saving",
+        )
+        return sorted(told.payload)
+
+    with patch.object(handover, "gather", counted), patch.object(exchange, "gather", counted):
+        found: dict[str, Any] = {"keys": keys(states), "meetings": [len(meetings)]}
+        found["again"] = keys({**states, "equal": {"step": 4, "tensor": states["equal"]["tensor"]}})
+        found["meetings"].append(len(meetings))
+    found["failure"] = end_of(keys, one_fails)
+    found["after"] = keys({"equal": 1})
+    backend.close()
+    return found
 
 
 def told(metadata: Metadata, **tensors: Any) -> Any:
@@ -198,12 +223,19 @@ def test_trainers_that_write_by_themselves_save_all_or_none(ranks: list[dict[str
 
 
 def test_what_is_equal_on_ranks_is_of_the_lowest_of_them_alone(ranks: list[dict[str, Any]]) -> None:
-    on_all = ["model", "optimizer", "own", "sharded", "unequal"]
+    on_all = ["optimizer", "own", "sharded", "unequal"]
     assert [each["payloads"]["keys"] for each in ranks] == [
-        sorted([*on_all, "equal", "pair"]),
+        sorted([*on_all, "equal", "model", "pair"]),
         sorted([*on_all, "pair"]),
         sorted(on_all),
     ]
+
+
+def test_ranks_meet_once_for_a_save_of_the_tensors_that_all_know(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for found in (each["payloads"] for each in ranks):
+        assert found["again"] == found["keys"] and found["meetings"] == [2, 3]
 
 
 def test_a_state_that_one_rank_cannot_save_fails_all_in_its_words(
