@@ -30,6 +30,7 @@ from torchtitan.components.checkpointer.dcp_screening import require_plain_items
 from torchtitan.components.checkpointer.integrity.digests import FileDigest, HashingStream
 from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
 from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
 
 
 class CopyingStager:
@@ -79,9 +80,13 @@ class CommittingFileSystem(FileSystem):
         if hashing is not None:
             self.digests[Path(path).name] = hashing.digest()
 
-    def rename(self, path: Any, new_path: Any) -> None:
+    def require_may_commit(self) -> None:
+        """Raises whatever forbids that a checkpoint is made complete, or taken back, any more."""
         if self.before_rename is not None:
             self.before_rename()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        self.require_may_commit()
         super().rename(path, new_path)
         if (digest := self.digests.pop(Path(path).name, None)) is not None:
             self.digests[Path(new_path).name] = digest
@@ -108,7 +113,10 @@ class DurableFileSystemWriter(FileSystemWriter):
         self._head = head
 
     def commit_only_if(self, check: Callable[[], None]) -> None:
-        """Call ``check`` immediately before ``.metadata`` gets its name; what it raises prevents that."""
+        """Call ``check`` immediately before ``.metadata`` gets its name, or has it taken away again.
+
+        What it raises prevents that.
+        """
         self._committing_fs().before_rename = check
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -150,17 +158,31 @@ class DurableFileSystemWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 only, after every rank's ``write_data``: make the checkpoint complete."""
-        super().finish(metadata, results)
-        filesystem.fsync_dir(os.fspath(self.path))
-        filesystem.fsync_dir(os.path.dirname(os.fspath(self.path)))
-        if self._head is None:
-            return
         try:
-            self._write_manifest(self._head, results)
-        except OSError:
+            super().finish(metadata, results)
+            filesystem.fsync_dir(os.fspath(self.path))
+            filesystem.fsync_dir(os.path.dirname(os.fspath(self.path)))
+            if self._head is not None:
+                self._write_manifest(self._head, results)
+        except BaseException:
             # The save has failed, as its caller is told; so it must not count as a checkpoint.
-            filesystem.remove_file(f"{os.fspath(self.path)}/{MARKER}")
+            self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """Remove what names the checkpoint, which may be there or not; never an error of its own."""
+        folder = os.fspath(self.path)
+        try:
+            # By now the directory may belong to another run, which has gone on without this one.
+            self._committing_fs().require_may_commit()
+            # A marker alone is a checkpoint that nobody can verify, a manifest alone is a damaged one.
+            for name in (MANIFEST, f"{MANIFEST}.tmp", MARKER):
+                _remove(f"{folder}/{name}")
+        except Exception as error:
+            logger.warning(
+                f"The save to {folder} failed, and what names it as complete stays there: {error!r}. "
+                "Delete the directory if it is not wanted."
+            )
 
     def _write_manifest(self, head: Head, results: list[list[WriteResult]]) -> None:
         files = {MARKER: self._committing_fs().digests[MARKER]}
@@ -179,6 +201,15 @@ class DurableFileSystemWriter(FileSystemWriter):
     def _committing_fs(self) -> CommittingFileSystem:
         assert isinstance(self.fs, CommittingFileSystem)
         return self.fs
+
+
+def _remove(path: str) -> None:
+    try:
+        filesystem.remove_file(path)
+    except OSError:
+        # A disk that does not sync may still have taken the name away, and that is what counts.
+        if os.path.lexists(path):
+            raise
 
 
 def _disk_error(error: BaseException) -> OSError | None:

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -217,6 +217,69 @@ def test_a_save_that_fails_to_write_it_does_not_count(tmp_path: Path) -> None:
     run.train(2)
     require_true(tmp_path / "checkpoint/step-2")
     run.manager.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("no JSON"), MemoryError(), KeyboardInterrupt()])
+def test_whatever_prevents_it_the_save_does_not_count(tmp_path: Path, error: Any) -> None:
+    with patch.object(dcp_writer, "render", side_effect=error):
+        with pytest.raises((torch_dcp.CheckpointException, type(error))):
+            save(tmp_path / "step-7", {"w": torch.ones(3)})
+    assert os.listdir(tmp_path / "step-7") == ["__0_0.distcp"]
+
+
+def renamed_in_spite_of(error: BaseException) -> Any:
+    """Stands for ``filesystem``: the directory of a file that has its name cannot be synced."""
+
+    def rename(source: str, target: str) -> None:
+        os.rename(source, target)
+        raise error
+
+    stand_in = MagicMock(wraps=filesystem, rename=rename)
+    return patch.object(dcp_writer, "filesystem", stand_in)
+
+
+def test_it_does_not_stay_behind_when_its_name_cannot_be_made_durable(tmp_path: Path) -> None:
+    with renamed_in_spite_of(OSError(5, "Input/output error")):
+        with pytest.raises(torch_dcp.CheckpointException, match="Input/output"):
+            save(tmp_path / "step-7", {"w": torch.ones(3)})
+    assert os.listdir(tmp_path / "step-7") == ["__0_0.distcp"]
+
+
+def test_a_disk_that_syncs_no_name_any_more_is_left_without_a_checkpoint(tmp_path: Path) -> None:
+    real, real_rename, renamed = os.fsync, os.rename, list[str]()
+
+    def move(source: Any, target: Any) -> None:
+        real_rename(source, target)
+        renamed.append(os.path.basename(target))
+
+    def fsync(descriptor: int) -> None:
+        if renamed and os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(5, "Input/output error")
+        real(descriptor)
+
+    with patch.object(os, "fsync", fsync), patch.object(os, "rename", move):
+        with pytest.raises(torch_dcp.CheckpointException, match="Input/output"):
+            save(tmp_path / "step-7", {"w": torch.ones(3)})
+    assert renamed == [".metadata"] and os.listdir(tmp_path / "step-7") == ["__0_0.distcp"]
+
+
+def test_an_orphan_takes_nothing_away_that_may_be_of_another_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, asked = DurableFileSystemWriter(str(tmp_path / "step-7"), head=HEAD), []
+
+    def require_trainer() -> None:
+        asked.append(sorted(os.listdir(tmp_path / "step-7")))
+        if len(asked) > 1:
+            raise RuntimeError("the trainer has ended")
+
+    writer.commit_only_if(require_trainer)
+    with renamed_in_spite_of(OSError(5, "Input/output error")):
+        with pytest.raises(torch_dcp.CheckpointException, match="Input/output"):
+            save(tmp_path / "step-7", {"w": torch.ones(3)}, writer)
+    assert len(asked) == 2
+    require_true(tmp_path / "step-7")
+    assert "the trainer has ended" in caplog.text and "step-7" in caplog.text
 
 
 class Callback:
