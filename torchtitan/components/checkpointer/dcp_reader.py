@@ -43,16 +43,21 @@ _OF_THE_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 def reading_through(verification: Verification) -> dict[str, Any]:
     """What to tell ``dcp.load`` so that it reads the checkpoint of ``verification`` as said above.
 
-    Nothing if no index is there to be read, of which DCP then says so.
+    Nothing if there is neither a manifest nor an index with anything in it, of which DCP then says so.
     """
-    try:
-        is_there = os.path.getsize(f"{verification.path}/{MARKER}") > 0
-    except OSError:
-        is_there = False
-    if not is_there:
+    # Each rank looks by itself. A disk that fails is for the reader to find: DCP would read there
+    # unchecked what the other ranks refuse.
+    if verification.manifest is None and _is_nothing(f"{verification.path}/{MARKER}"):
         return {}
     reader = VerifyingReader(verification)
     return {"storage_reader": reader, "planner": PlainLoadPlanner(reader)}
+
+
+def _is_nothing(path: str) -> bool:
+    try:
+        return os.path.getsize(path) == 0
+    except OSError as error:
+        return isinstance(error, (FileNotFoundError, NotADirectoryError))
 
 
 def read_error(path: str, error: dcp.CheckpointException) -> CheckpointReadError:

@@ -225,6 +225,33 @@ def test_dcp_is_left_alone_where_there_is_no_index(tmp_path: Path) -> None:
     assert reading_through(verification_of(tmp_path)) == {}
     (tmp_path / INDEX).touch()
     assert reading_through(verification_of(tmp_path)) == {}
+    (tmp_path / "file").touch()
+    assert reading_through(Verification(str(tmp_path / "file"), None, Verify.FULL)) == {}
+
+
+def test_an_index_that_a_disk_does_not_show_is_not_read_unchecked(tmp_path: Path) -> None:
+    # Whoever asks for it gets an error of the disk, as on a mount that has become stale.
+    (tmp_path / INDEX).symlink_to(INDEX)
+    reading = reading_through(Verification(str(tmp_path), None, Verify.FULL))
+    with pytest.raises(torch_dcp.CheckpointException) as told:
+        torch_dcp.load({"w": torch.zeros(3)}, checkpoint_id=str(tmp_path), no_dist=True, **reading)
+    error = dcp_reader.read_error(str(tmp_path), told.value)
+    assert type(error) is CheckpointReadError and "symbolic links" in str(error)
+    assert isinstance(reading["storage_reader"], VerifyingReader)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty"])
+def test_an_index_that_one_rank_does_not_see_is_not_read_unchecked(
+    tmp_path: Path, damage: str
+) -> None:
+    path = save_alone(tmp_path / "step-1", {"w": torch.ones(3)})
+    verification = verification_of(path)
+    DAMAGES[damage](path / INDEX)
+    reading = reading_through(verification)
+    with pytest.raises(torch_dcp.CheckpointException) as told:
+        torch_dcp.load({"w": torch.zeros(3)}, checkpoint_id=str(path), no_dist=True, **reading)
+    error = dcp_reader.read_error(str(path), told.value)
+    assert isinstance(error, CheckpointDamagedError) and f"{path}/{INDEX}" in str(error)
 
 
 @pytest.mark.usefixtures("one_rank")
