@@ -73,7 +73,7 @@ def start_over_damage(folder: Path, way: Way) -> dict[str, Any]:
         flip_a_bit(data_of(way, own / "step-3", rank=1))
         flip_a_bit(data_of(way, own / "step-2", rank=0))
     dist.barrier()
-    found = {
+    found: dict[str, Any] = {
         "at 1": at_1,
         "start": start(folder, way),
         "asked for": start(folder, way, 3),

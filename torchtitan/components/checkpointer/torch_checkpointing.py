@@ -156,7 +156,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
     def _with_stager(self, config: Any) -> BackendConfig:
         """``config`` with what carries out its kind of saving; said in one line."""
         return carried_out_here(
-            config, self.states, group=self.pg, limit_seconds=self.timeout_seconds
+            config, lambda: self.states, group=self.pg, limit_seconds=self.timeout_seconds
         )
 
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:

@@ -47,10 +47,6 @@ class _Storage:
     num_elements: int
 
 
-class _UnknownError(Exception):
-    """There is something that only torch.load can tell."""
-
-
 def contents_of(stream: Any, leaf: Callable[[StoredTensor], Any] = lambda it: it) -> Any | None:
     """What was saved, with ``leaf`` of each tensor in its place; None if that takes ``torch.load``.
 
@@ -110,7 +106,7 @@ def _places(archive: zipfile.ZipFile, folder: str) -> dict[str, tuple[int, int]]
                 or begin % _ALIGNMENT_BYTES
                 or begin < first_possible
             ):
-                raise _UnknownError(record.filename)
+                raise ValueError(record.filename)
         places[record.filename.removeprefix(folder)] = begin, size
     return places
 
@@ -132,21 +128,21 @@ def _with_leaves(tree: Any, leaf: Callable[[StoredTensor], Any]) -> Any:
         return tree
     if kind is tuple:
         return tuple(_with_leaves(value, leaf) for value in tree)
-    raise _UnknownError(kind.__name__)
+    raise ValueError(kind.__name__)
 
 
 _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size))
 
 
 def _refuse(tensor: StoredTensor) -> Any:
-    raise _UnknownError(tensor)
+    raise ValueError(tensor)
 
 
 class _Closed(type):
     """A class that takes no attribute, which a pickle may give to what it has on its stack."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        raise _UnknownError(name)
+        raise ValueError(name)
 
 
 def _stand_in(name: str, make: Callable[..., Any]) -> type:
@@ -177,10 +173,10 @@ def _tensor(
         or metadata
         or hooks
     ):
-        raise _UnknownError("a tensor that is more than its elements")
+        raise ValueError("a tensor that is more than its elements")
     span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if all(size) and offset + span > storage.num_elements:
-        raise _UnknownError("a tensor that goes beyond its storage")
+        raise ValueError("a tensor that goes beyond its storage")
     begin = storage.begin_byte + offset * storage.dtype.itemsize
     return StoredTensor(storage.dtype, tuple(size), tuple(stride), begin)
 
@@ -194,13 +190,13 @@ def _sharded(function: Any, kind: Any, _: Any, state: Any) -> StoredTensor:
         or kind is not _DTENSOR
         or type(local) is not StoredTensor
     ):
-        raise _UnknownError("a tensor of another kind")
+        raise ValueError("a tensor of another kind")
     return local
 
 
 def _bytes(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise _UnknownError(encoding)
+        raise ValueError(encoding)
     return text.encode(encoding)
 
 
@@ -255,7 +251,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         # By both names at once: with a dot in the second one, pickle would look inside a class.
         if (found := _known().get((module_name, global_name))) is None:
-            raise _UnknownError(f"{module_name}.{global_name}")
+            raise ValueError(f"{module_name}.{global_name}")
         return found
 
     def persistent_load(self, pid: Any) -> _Storage:
@@ -267,5 +263,5 @@ class _Unpickler(pickle.Unpickler):
             or type(num_elements) is not int
             or size != num_elements * dtype.itemsize
         ):
-            raise _UnknownError("a storage of another kind")
+            raise ValueError("a storage of another kind")
         return _Storage(dtype, begin, num_elements)

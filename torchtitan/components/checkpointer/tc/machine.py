@@ -6,7 +6,7 @@ otherwise training waits for each save.
     defaults.for_this_run -> carried_out_here -> library.BackendConfig -> Backend
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 
 def carried_out_here(
     config: CheckpointManager.Config,
-    states: Mapping[str, Any],
+    find_states: Callable[[], Mapping[str, Any]],
     *,
     group: "dist.ProcessGroup | None",
     limit_seconds: float,
@@ -37,7 +37,9 @@ def carried_out_here(
     """``config`` as this rank can carry it out, with a stager if it saves beside training.
 
     Args:
-        states: what will be saved, by state key; looked at when it is staged.
+        find_states: what will be saved, by state key; asked when it is staged. It should refer back to
+            the manager: one that an exception drops is then not closed at once, which would wait for
+            its writer process while the exception is on its way.
     """
     stager = None
     if isinstance(config.save, AsyncCheckpointSaverConfig):
@@ -51,7 +53,7 @@ def carried_out_here(
                 ),
                 group=group,
                 timeout=timedelta(seconds=limit_seconds),
-                find_can_wait=lambda: changed_by_updates_only(states),
+                find_can_wait=lambda: changed_by_updates_only(find_states()),
                 describe_shard=writer_main.describe_shard,
                 program=writer_main.PROGRAM,
             )

@@ -175,13 +175,8 @@ def restore(
     trees = {
         key: value.state_dict() for key, value in targets.items() if isinstance(value, Stateful)
     }
-    tensors = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
     trees[MODEL] = model
-    into = {
-        key: tree
-        for key, tree in (trees | tensors).items()
-        if any(isinstance(value, torch.Tensor) for _, value in leaves(tree))
-    }
+    into = _with_tensors(targets, trees)
     _read_on_all_ranks(lambda: read(into), source.path, group)
     filled = {key: _put(key, tree, saved) for key, tree in trees.items()}
     restore_state_dict({**targets, MODEL: states[MODEL]}, filled)
@@ -189,6 +184,16 @@ def restore(
         require_step(source, states.get(TRAIN_STATE))
     GarbageCollection.collect("after loading a checkpoint")
     logger.info(f"Loaded the checkpoint in {time.monotonic() - started_at:.2f} s.")
+
+
+def _with_tensors(targets: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, Any]:
+    """What the library is to read: the ``trees`` that hold tensors, and targets that are one."""
+    plain = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
+    return {
+        key: tree
+        for key, tree in {**trees, **plain}.items()
+        if any(isinstance(value, torch.Tensor) for _, value in leaves(tree))
+    }
 
 
 def _to_fill(source: Source, states: Mapping[str, Any], excluded: Iterable[str]) -> dict[str, Any]:

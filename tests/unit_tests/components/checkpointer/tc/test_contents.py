@@ -40,7 +40,7 @@ def test_values_are_those_that_torch_loads(value: Any) -> None:
 
 def test_tensors_are_where_torch_finds_them() -> None:
     whole = torch.arange(24.0).view(4, 6)
-    tree = {
+    tree: dict[str, Any] = {
         "whole": whole,
         "part": whole[1:3, 2:],
         "turned": whole.t(),
@@ -225,4 +225,5 @@ def test_a_part_outside_of_its_tensor_is_an_error(tmp_path: Path) -> None:
     plans = [(("a",), plan((0,), (10,), (3,)))]
     with pytest.raises(ValueError, match="out of bounds"):
         read_into({("a",): torch.zeros(12)}, plans, tmp_path / "model_0.pt", storage)
-    assert isinstance(contents_of((tmp_path / "model_0.pt").open("rb"))["a"], StoredTensor)
+    contents = contents_of((tmp_path / "model_0.pt").open("rb"))
+    assert contents is not None and isinstance(contents["a"], StoredTensor)
