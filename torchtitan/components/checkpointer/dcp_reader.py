@@ -8,7 +8,6 @@ ranks before it changes any object.
              -> dcp_reading.restore -> read_error, the same on all ranks
 """
 
-import errno
 import io
 import os
 from collections.abc import Generator
@@ -16,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
@@ -34,10 +32,12 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointReadError,
 )
 from torchtitan.components.checkpointer.integrity.verification import Verification
-from torchtitan.components.checkpointer.screening import load_plain, reason_of
-
-_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_OF_THE_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+from torchtitan.components.checkpointer.screening import (
+    is_of_the_machine,
+    load_plain,
+    NOT_THERE,
+    reason_of,
+)
 
 
 def reading_through(verification: Verification) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class CheckedFileSystem(FileSystem):
 
         Raises:
             CheckpointDamagedError: it is not there, not what was saved, or not what DCP writes.
-            CheckpointReadError: the disk does not let it be read now.
+            CheckpointReadError: the machine does not let it be read now.
         """
         name = os.path.relpath(path, self._verification.path)
         with _told_of(os.fspath(path)), super().create_stream(path, mode) as raw:
@@ -94,17 +94,18 @@ class CheckedFileSystem(FileSystem):
 def _told_of(path: str) -> Generator[None]:
     try:
         yield
-    except (CheckpointError, *_OF_THE_MACHINE):
+    except CheckpointError:
         raise
-    except _NOT_THERE as error:
+    except NOT_THERE as error:
         raise CheckpointDamagedError(f"{path} is damaged: it is missing.") from error
     except Exception as error:
-        # Damaged files raise whatever their bytes happen to spell, a place where no file begins too.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        if is_of_the_machine(error):
+            what = "disk" if isinstance(error, OSError) else "machine"
             raise CheckpointReadError(
-                f"The disk does not let {path} be read: {error}. That says nothing about the "
-                "checkpoint; see to the disk and start again."
+                f"The {what} does not let {path} be read: {error}. That says nothing about the "
+                f"checkpoint; see to the {what} and start again."
             ) from error
+        # Damaged files raise whatever their bytes happen to spell, a place where no file begins too.
         raise CheckpointDamagedError(f"{path} cannot be read: {reason_of(error)}.") from error
 
 

@@ -68,21 +68,28 @@ def load_plain(content: bytes | IO[bytes], what: str, map_location: Any = None) 
     try:
         return torch.load(stream, map_location=map_location, weights_only=True)
     except Exception as error:
-        # Damaged files raise whatever their bytes happen to spell.
-        if _is_of_the_machine(error):
+        # Errors of checkpoints are from a stream that checks what it reads. Damaged files raise
+        # whatever their bytes happen to spell.
+        if isinstance(error, (CheckpointError, *NOT_THERE)) or is_of_the_machine(error):
             raise
         raise CheckpointDamagedError(
             f"{what} cannot be read: {reason_of(error)}. {_WHAT_TO_DO}"
         ) from error
 
 
-def _is_of_the_machine(error: Exception) -> bool:
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Of a file that is asked for as a checkpoint has it: damage, and nothing that a disk says of itself."""
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether the disk or a memory has failed, which says nothing about the checkpoint."""
     if isinstance(error, OSError):
         # A damaged table of contents may name a place where no file can begin.
-        return error.errno not in (None, errno.EINVAL)
-    # Those of checkpoints are from a stream that checks what it reads.
-    others = (CheckpointError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-    return isinstance(error, others)
+        return not isinstance(error, NOT_THERE) and error.errno not in (None, errno.EINVAL)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)):
+        return True
+    # What torch raises on a full host has no class of its own.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def reason_of(error: Exception) -> str:

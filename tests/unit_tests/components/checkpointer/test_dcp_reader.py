@@ -24,6 +24,7 @@ from torchtitan.components.checkpointer.integrity.verification import Verificati
 from torchtitan.components.checkpointer.storage import FilesystemStorage
 
 from tests.unit_tests.components.checkpointer.runs import build_run, Run
+from tests.unit_tests.components.checkpointer.test_screening import full_host
 
 DATA, INDEX, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
 
@@ -150,13 +151,18 @@ def test_a_disk_that_fails_in_the_index_is_no_damage(tmp_path: Path, number: int
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_shortage_of_memory_is_no_damage(tmp_path: Path) -> None:
-    saved(tmp_path)
-    with patch.object(
-        PlainLoadPlanner, "resolve_tensor", side_effect=torch.OutOfMemoryError("full")
-    ):
-        error = error_of_load(tmp_path)
-    assert not isinstance(error, CheckpointDamagedError) and "full" in str(error)
+@pytest.mark.parametrize("verify", ["full", "off"])
+@pytest.mark.parametrize(
+    "shortage", [torch.OutOfMemoryError("full"), MemoryError("full"), full_host()], ids=repr
+)
+def test_a_shortage_of_memory_is_no_damage(
+    tmp_path: Path, shortage: Exception, verify: str
+) -> None:
+    step = saved(tmp_path)
+    with patch.object(PlainLoadPlanner, "resolve_tensor", side_effect=shortage):
+        error = error_of_load(tmp_path, verify=verify)
+    assert not isinstance(error, CheckpointDamagedError)
+    assert str(shortage) in str(error) and str(step / DATA) in str(error)
 
 
 @pytest.mark.usefixtures("one_rank")

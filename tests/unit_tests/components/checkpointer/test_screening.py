@@ -165,6 +165,13 @@ def test_an_entry_that_would_run_something_is_refused_and_runs_nothing(tmp_path:
     assert trace.exists()
 
 
+def full_host() -> RuntimeError:
+    """What torch raises for a tensor that does not fit into the memory of the host."""
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(2**50, dtype=torch.uint8)
+    return failed.value
+
+
 def torn(error: Exception) -> Any:
     class Torn(io.BytesIO):
         def readinto(self, buffer: Any) -> int:
@@ -178,7 +185,14 @@ def torn(error: Exception) -> Any:
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.EIO, "disk"), MemoryError(), CheckpointDamagedError("bytes 0..9: other")],
+    [
+        OSError(errno.EIO, "disk"),
+        MemoryError(),
+        full_host(),
+        torch.OutOfMemoryError("device"),
+        torch.AcceleratorError("device"),
+        CheckpointDamagedError("bytes 0..9: other"),
+    ],
     ids=repr,
 )
 def test_what_the_file_itself_reports_is_handed_on_as_it_is(error: Exception) -> None:

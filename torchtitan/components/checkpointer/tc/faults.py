@@ -6,29 +6,20 @@ happen to spell when they are read. All of that is damage; what the system says 
     resharder.py, reading.py: whatever was raised -> fault -> CheckpointDamagedError or CheckpointReadError
 """
 
-import errno
-
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
-
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# Damaged lengths and offsets lead to places in a file that there cannot be.
-_WRONG_PLACE = (None, errno.EINVAL)
+from torchtitan.components.checkpointer.screening import is_of_the_machine, NOT_THERE
 
 
 def fault(error: Exception, path: str) -> CheckpointReadError:
     """What reading the file or directory ``path`` of a checkpoint has failed with."""
     if isinstance(error, CheckpointReadError):
         return error
-    if isinstance(error, MemoryError) or (
-        isinstance(error, OSError)
-        and not isinstance(error, _MISSING)
-        and error.errno not in _WRONG_PLACE
-    ):
+    if is_of_the_machine(error):
         return CheckpointReadError(
             f"Could not read {path}: {error!r}. That says nothing about the checkpoint; see to the machine "
             "and start again."
         )
-    found = "is missing" if isinstance(error, _MISSING) else f"cannot be read: {error!r}"
+    found = "is missing" if isinstance(error, NOT_THERE) else f"cannot be read: {error!r}"
     return CheckpointDamagedError(
         f"{path} {found}. Move the checkpoint away and start again to resume from the one before it."
     )

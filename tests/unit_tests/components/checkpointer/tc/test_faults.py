@@ -4,8 +4,11 @@ import errno
 import zipfile
 
 import pytest
+import torch
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
 from torchtitan.components.checkpointer.tc.faults import fault
+
+from tests.unit_tests.components.checkpointer.test_screening import full_host
 
 PATH = "/run/step-7/model_0.pt"
 
@@ -39,6 +42,9 @@ def test_what_only_these_bytes_can_raise_is_damage(error: Exception) -> None:
         PermissionError(errno.EACCES, "Permission denied"),
         TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
         MemoryError(),
+        full_host(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error"),
     ],
     ids=repr,
 )
