@@ -139,7 +139,8 @@ def trouble_on_rank_1(trouble: str) -> Any:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         if trouble == "a disk that fails":
             return Broken(path)
-        content = bytearray(path.read_bytes())
+        with real(path, "rb") as file:
+            content = bytearray(file.read())
         content[len(content) // 2] ^= 1
         return io.BytesIO(content)
 

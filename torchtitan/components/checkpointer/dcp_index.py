@@ -33,6 +33,7 @@ def read_index(checkpoint_id: str, verification: Verification | None = None) -> 
 
     Raises:
         CheckpointDamagedError: it is not there, not what was saved, or not what DCP writes.
+        CheckpointReadError: it is what was saved, and this program does not take it.
         OSError: the disk does not let it be read now, which says nothing about the checkpoint.
     """
     path = f"{checkpoint_id}/{MARKER}"
@@ -43,9 +44,10 @@ def read_index(checkpoint_id: str, verification: Verification | None = None) -> 
         raise CheckpointDamagedError(
             f"There is no index {path}. The path must be one checkpoint, a step-N directory."
         ) from error
-    if verification is not None:
-        verification.check(MARKER, content)
-    return load_index(content, path)
+    if verification is None:
+        return load_index(content, path)
+    verification.check(MARKER, content)
+    return load_index(content, path, is_checked=verification.is_full)
 
 
 def is_complete(storage: CheckpointStorage, checkpoint_id: str) -> bool:

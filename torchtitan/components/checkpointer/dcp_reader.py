@@ -33,6 +33,7 @@ from torchtitan.components.checkpointer.errors import (
 )
 from torchtitan.components.checkpointer.integrity.verification import Verification
 from torchtitan.components.checkpointer.screening import (
+    fault_of_good_bytes,
     is_of_the_machine,
     load_plain,
     NOT_THERE,
@@ -83,15 +84,17 @@ class CheckedFileSystem(FileSystem):
 
         Raises:
             CheckpointDamagedError: it is not there, not what was saved, or not what DCP writes.
-            CheckpointReadError: the machine does not let it be read now.
+            CheckpointReadError: the machine does not let it be read now, or this program does not take
+                what was saved.
         """
         name = os.path.relpath(path, self._verification.path)
-        with _told_of(os.fspath(path)), super().create_stream(path, mode) as raw:
+        is_checked = self._verification.is_full
+        with _told_of(os.fspath(path), is_checked), super().create_stream(path, mode) as raw:
             yield self._verification.checked(name, raw)
 
 
 @contextmanager
-def _told_of(path: str) -> Generator[None]:
+def _told_of(path: str, is_checked: bool) -> Generator[None]:
     try:
         yield
     except CheckpointError:
@@ -105,6 +108,9 @@ def _told_of(path: str) -> Generator[None]:
                 f"The {what} does not let {path} be read: {error}. That says nothing about the "
                 f"checkpoint; see to the {what} and start again."
             ) from error
+        if is_checked:
+            # Nobody got a byte that had not passed.
+            raise fault_of_good_bytes(error, path) from error
         # Damaged files raise whatever their bytes happen to spell, a place where no file begins too.
         raise CheckpointDamagedError(f"{path} cannot be read: {reason_of(error)}.") from error
 
@@ -116,6 +122,8 @@ class VerifyingReader(FileSystemReader):
         super().__init__(verification.path)
         self.fs = CheckedFileSystem(verification)
         self._verification = verification
+        self.checks_all = verification.is_full
+        """Whether nothing is handed out that has not passed its digest."""
         self._failure: Exception | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -167,7 +175,9 @@ class PlainLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             CheckpointDamagedError: it asks for code, or is not what ``torch.save`` writes.
+            CheckpointReadError: this program does not take what was saved.
         """
         key = read_item.dest_index.fqn
-        loaded = load_plain(value, f"The entry {key} of {self._reader.file_of(read_item)}", "cpu")
+        what = f"The entry {key} of {self._reader.file_of(read_item)}"
+        loaded = load_plain(value, what, "cpu", is_checked=self._reader.checks_all)
         set_element(self.original_state_dict, self.mappings[key], loaded)

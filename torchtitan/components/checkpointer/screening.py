@@ -4,6 +4,9 @@ Both libraries write pickles, and a pickle may name any function and have it cal
 into the folder of a run could so run programs in it. Here a pickle gets what is on a fixed list, and
 asking for more is damage. What a load would refuse is refused when it is saved already.
 
+Bytes that have passed their digest are not damaged, whatever comes of them: an older checkpoint, which
+this program reads no better, is not taken in their place. Only what asks for code stays damage.
+
     save: value -> require_plain, or what torch.save made of it -> require_plain_content
     load: .metadata -> load_index          a file or an entry of torch.save -> load_plain
 """
@@ -14,6 +17,7 @@ import io
 import pathlib
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, IO
 
@@ -30,13 +34,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointError
+from torchtitan.components.checkpointer.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointReadError,
+)
+from torchtitan.components.checkpointer.integrity.checked_file import CheckedFile
 
 _RULE = "and a checkpoint holds data, not programs"
 _WHAT_TO_DO = (
     "Nothing of it was run. If it is damaged, move the checkpoint away and start again to resume from "
     "the one before it."
 )
+_NOT_DAMAGED = (
+    "Its bytes are what was saved, so it is not damaged, and no older checkpoint is taken in its place: "
+    "this program does not take what another one, or another version, has saved. A class of your "
+    "program has to be allowed by torch.serialization.add_safe_globals before the load."
+)
+_ASKS = re.compile(rf"it asks for (\S+), {_RULE}")
+# The second name is what Python 2 called its first module, and pickles still do.
+_LIBRARY = sys.stdlib_module_names | {"__builtin__"}
 _Refused = pickle.UnpicklingError
 
 
@@ -54,14 +71,18 @@ torch.serialization.add_safe_globals(
 # --- what torch.save wrote -------------------------------------------------------------------------
 
 
-def load_plain(content: bytes | IO[bytes], what: str, map_location: Any = None) -> Any:
+def load_plain(
+    content: bytes | IO[bytes], what: str, map_location: Any = None, *, is_checked: bool = False
+) -> Any:
     """The value that ``torch.save`` wrote, if it is data.
 
     Args:
         what: names the file, or the entry and the file, for the error.
+        is_checked: whether the bytes have passed their digest; those of a ``CheckedFile`` always have.
 
     Raises:
         CheckpointDamagedError: it asks for code, or is not what ``torch.save`` writes.
+        CheckpointReadError: this program does not take what was saved.
         OSError, MemoryError: the machine does not let it be read now, which says nothing about it.
     """
     stream = io.BytesIO(content) if isinstance(content, bytes) else content
@@ -72,6 +93,8 @@ def load_plain(content: bytes | IO[bytes], what: str, map_location: Any = None) 
         # whatever their bytes happen to spell.
         if isinstance(error, (CheckpointError, *NOT_THERE)) or is_of_the_machine(error):
             raise
+        if is_checked or isinstance(content, CheckedFile):
+            raise fault_of_good_bytes(error, what) from error
         raise CheckpointDamagedError(
             f"{what} cannot be read: {reason_of(error)}. {_WHAT_TO_DO}"
         ) from error
@@ -92,9 +115,32 @@ def is_of_the_machine(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+def fault_of_good_bytes(error: Exception, what: str) -> CheckpointReadError:
+    """What ``error``, by which ``what`` could not be read, is when its bytes are known to be good.
+
+    Damage if they ask for code, which somebody has planted together with a manifest that fits.
+    """
+    reason = reason_of(error)
+    if (asked := _ASKS.search(reason)) and _is_code(asked[1]):
+        return CheckpointDamagedError(f"{what} cannot be read: {reason}. {_WHAT_TO_DO}")
+    return CheckpointReadError(f"{what} cannot be read: {reason}. {_NOT_DAMAGED}")
+
+
+def _is_code(name: str) -> bool:
+    """Whether a pickle that asks for ``name`` wants to run something, as opposed to making a value.
+
+    Nobody's state is of a class of Python's own library, unless it is allowed. What is of another
+    package may be a class of the program that was allowed when it was saved. Torch calls what is
+    built into Python by its bare name.
+    """
+    return "." not in name or name.partition(".")[0] in _LIBRARY
+
+
 def reason_of(error: Exception) -> str:
     """What is wrong with what ``torch.save`` wrote, without torch's advice to read it in spite of that."""
     text = str(error)
+    if isinstance(error, _Refused) and _RULE in text:
+        return text
     if asked := re.search(r"\bGLOBAL (\S+) ", text):
         return f"it asks for {asked[1]}, {_RULE}"
     said = text.partition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
@@ -171,19 +217,23 @@ def _require_known(content: bytes) -> None:
 # --- the index of DCP ------------------------------------------------------------------------------
 
 
-def load_index(content: bytes, path: str) -> Metadata:
+def load_index(content: bytes, path: str, *, is_checked: bool = False) -> Metadata:
     """The index of a checkpoint of DCP.
 
     Args:
         content: what is in the file ``.metadata``.
         path: that file, for the error.
+        is_checked: whether ``content`` has passed its digest.
 
     Raises:
-        CheckpointDamagedError: it asks for code, or is not what DCP writes.
+        CheckpointDamagedError: it asks for code or leads elsewhere, or is not what DCP writes.
+        CheckpointReadError: this program does not take what was saved.
     """
     try:
         index = _IndexUnpickler(io.BytesIO(content)).load()
     except Exception as error:
+        if is_checked:
+            raise _fault_of_good_index(error, path) from error
         # Damaged pickles raise whatever their bytes happen to spell: KeyError, EOFError, ...
         text = str(error) if isinstance(error, _Refused) else repr(error)
         raise CheckpointDamagedError(
@@ -191,11 +241,19 @@ def load_index(content: bytes, path: str) -> Metadata:
             "directory; if it is damaged, move it away."
         ) from error
     if problem := _problem_of(index):
-        raise CheckpointDamagedError(
-            f"The index {path} is not one that DCP writes: {problem}. If it is damaged, move the "
-            "checkpoint away."
-        )
+        said = f"The index {path} is not one that DCP writes: {problem}."
+        if is_checked and _LEADS_OUTSIDE not in problem:
+            raise CheckpointReadError(f"{said} {_NOT_DAMAGED}")
+        raise CheckpointDamagedError(f"{said} If it is damaged, move the checkpoint away.")
     return index
+
+
+def _fault_of_good_index(error: Exception, path: str) -> Exception:
+    if is_of_the_machine(error):
+        return error
+    if isinstance(error, _Refused) and _RULE in str(error) and not _ASKS.search(str(error)):
+        return CheckpointDamagedError(f"The index {path} cannot be read: {error}. {_WHAT_TO_DO}")
+    return fault_of_good_bytes(error, f"The index {path}")
 
 
 class _Closed(type):
@@ -279,6 +337,9 @@ class _IndexUnpickler(pickle.Unpickler):
         return found
 
 
+_LEADS_OUTSIDE = "it leads to a file outside of the checkpoint"
+
+
 def _problem_of(index: Any) -> str | None:
     """What of an index is not as the read that follows takes it to be."""
     try:
@@ -292,7 +353,7 @@ def _problem_of(index: Any) -> str | None:
             return f"the place of {bad[0]!r} is none"
         stored: Mapping[Any, Any] = index.storage_data or {}
         if bad := [key.fqn for key, info in stored.items() if not _is_inside(info)]:
-            return f"it leads to a file outside of the checkpoint for {bad[0]!r}"
+            return f"{_LEADS_OUTSIDE} for {bad[0]!r}"
     except (AttributeError, TypeError, ValueError) as error:
         return f"a part is missing or of another type, {error}"
     return None

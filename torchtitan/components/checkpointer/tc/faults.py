@@ -2,16 +2,27 @@
 
 Files whose bytes were not checked, because nothing is known about them, raise whatever the bytes
 happen to spell when they are read. All of that is damage; what the system says about itself is not.
+Nor is what happens to bytes that have passed their digest, unless they ask for code.
 
     resharder.py, reading.py: whatever was raised -> fault -> CheckpointDamagedError or CheckpointReadError
 """
 
+from typing import Any
+
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
-from torchtitan.components.checkpointer.screening import is_of_the_machine, NOT_THERE
+from torchtitan.components.checkpointer.screening import (
+    fault_of_good_bytes,
+    is_of_the_machine,
+    NOT_THERE,
+)
 
 
-def fault(error: Exception, path: str) -> CheckpointReadError:
-    """What reading the file or directory ``path`` of a checkpoint has failed with."""
+def fault(error: Exception, path: str, storage: Any = None) -> CheckpointReadError:
+    """What reading the file or directory ``path`` of a checkpoint has failed with.
+
+    Args:
+        storage: what it was read through; a ``CheckedStorage`` hands out no byte that has not passed.
+    """
     if isinstance(error, CheckpointReadError):
         return error
     if is_of_the_machine(error):
@@ -19,6 +30,9 @@ def fault(error: Exception, path: str) -> CheckpointReadError:
             f"Could not read {path}: {error!r}. That says nothing about the checkpoint; see to the machine "
             "and start again."
         )
+    verification = getattr(storage, "verification", None)
+    if verification is not None and verification.is_full and not isinstance(error, NOT_THERE):
+        return fault_of_good_bytes(error, path)
     found = "is missing" if isinstance(error, NOT_THERE) else f"cannot be read: {error!r}"
     return CheckpointDamagedError(
         f"{path} {found}. Move the checkpoint away and start again to resume from the one before it."
