@@ -13,7 +13,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, IO
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
@@ -77,6 +77,8 @@ class CheckedFileSystem(FileSystem):
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
+        self.entry: str | None = None
+        """What of the open file is being read, for the errors; whoever reads says so."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
@@ -88,31 +90,37 @@ class CheckedFileSystem(FileSystem):
                 what was saved.
         """
         name = os.path.relpath(path, self._verification.path)
-        is_checked = self._verification.is_full
-        with _told_of(os.fspath(path), is_checked), super().create_stream(path, mode) as raw:
+        self.entry = None
+        with self._told_of(os.fspath(path)), super().create_stream(path, mode) as raw:
             yield self._verification.checked(name, raw)
 
-
-@contextmanager
-def _told_of(path: str, is_checked: bool) -> Generator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except NOT_THERE as error:
-        raise CheckpointDamagedError(f"{path} is damaged: it is missing.") from error
-    except Exception as error:
-        if is_of_the_machine(error):
-            what = "disk" if isinstance(error, OSError) else "machine"
-            raise CheckpointReadError(
-                f"The {what} does not let {path} be read: {error}. That says nothing about the "
-                f"checkpoint; see to the {what} and start again."
-            ) from error
-        if is_checked:
-            # Nobody got a byte that had not passed.
-            raise fault_of_good_bytes(error, path) from error
-        # Damaged files raise whatever their bytes happen to spell, a place where no file begins too.
-        raise CheckpointDamagedError(f"{path} cannot be read: {reason_of(error)}.") from error
+    @contextmanager
+    def _told_of(self, path: str) -> Generator[None]:
+        try:
+            yield
+        except CheckpointDamagedError as error:
+            what = f"the entry {self.entry}"
+            if self.entry is None or what.lower() in str(error).lower():
+                raise
+            # A block may hold others as well, so this is where it was met.
+            raise CheckpointDamagedError(f"{error} Found while {what} was read.") from error
+        except CheckpointError:
+            raise
+        except NOT_THERE as error:
+            raise CheckpointDamagedError(f"{path} is damaged: it is missing.") from error
+        except Exception as error:
+            what = path if self.entry is None else f"The entry {self.entry} of {path}"
+            if is_of_the_machine(error):
+                who = "disk" if isinstance(error, OSError) else "machine"
+                raise CheckpointReadError(
+                    f"The {who} does not let {path} be read: {error}. That says nothing about the "
+                    f"checkpoint; see to the {who} and start again."
+                ) from error
+            if self._verification.is_full:
+                # Nobody got a byte that had not passed.
+                raise fault_of_good_bytes(error, what) from error
+            # Damaged files raise whatever their bytes happen to spell, a place where no file begins too.
+            raise CheckpointDamagedError(f"{what} cannot be read: {reason_of(error)}.") from error
 
 
 class VerifyingReader(FileSystemReader):
@@ -120,8 +128,10 @@ class VerifyingReader(FileSystemReader):
 
     def __init__(self, verification: Verification) -> None:
         super().__init__(verification.path)
-        self.fs = CheckedFileSystem(verification)
+        self._files = CheckedFileSystem(verification)
+        self.fs = self._files
         self._verification = verification
+        self._entries: dict[int, str] = {}
         self.checks_all = verification.is_full
         """Whether nothing is handed out that has not passed its digest."""
         self._failure: Exception | None = None
@@ -156,7 +166,13 @@ class VerifyingReader(FileSystemReader):
         in_order = sorted(
             plan.items, key=lambda it: (places[id(it)].relative_path, places[id(it)].offset)
         )
+        self._entries = {id(places[id(item)]): item.storage_index.fqn for item in plan.items}
         return super().read_data(replace(plan, items=in_order), planner)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        # DCP's own step from one entry to the next.
+        self._files.entry = self._entries.get(id(sinfo))
+        return super()._slice_file(file, sinfo)
 
     def file_of(self, item: ReadItem) -> str:
         """The path of the file that ``item`` is read from."""

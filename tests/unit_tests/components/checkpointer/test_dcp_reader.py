@@ -209,6 +209,45 @@ def test_every_byte_is_checked_and_none_twice(tmp_path: Path) -> None:
     assert verification.checked_bytes == sum(digest.size_bytes for digest in files)
 
 
+ENTRIES = {"a": torch.full((9,), 7.0), "n": {"b": torch.full((9,), 8.0)}, "value": 123454321}
+
+
+@pytest.mark.parametrize("verify", Verify)
+@pytest.mark.parametrize("entry", ["a", "n.b", "value"])
+def test_damage_names_the_entry_that_was_read(tmp_path: Path, entry: str, verify: Verify) -> None:
+    path = save_alone(tmp_path / "step-1", ENTRIES)
+    verification = verification_of(path)
+    reading = reading_through(Verification(str(path), verification.manifest, verify))
+    stored = dcp_index.read_index(str(path)).storage_data
+    assert stored is not None
+    [place] = [info for key, info in stored.items() if key.fqn == entry]
+    for at in range(place.offset, place.offset + place.length):
+        flip(path / DATA, at)
+    # All files of this size are one block, which the first entry would be read with.
+    wanted = {
+        "a": {"a": torch.zeros(9)},
+        "n.b": {"n": {"b": torch.zeros(9)}},
+        "value": {"value": 0},
+    }
+    with pytest.raises(torch_dcp.CheckpointException) as told:
+        torch_dcp.load(wanted[entry], checkpoint_id=str(path), no_dist=True, **reading)
+    error = dcp_reader.read_error(str(path), told.value)
+    assert isinstance(error, CheckpointDamagedError)
+    assert f"the entry {entry} " in str(error).lower() and str(path / DATA) in str(error)
+    assert str(error).lower().count("the entry") == 1
+    if verify is Verify.FULL:
+        assert "bytes 0.." in str(error) and "expected xxh3" in str(error)
+
+
+def test_a_file_that_is_gone_is_blamed_on_no_entry(tmp_path: Path) -> None:
+    path = save_alone(tmp_path / "step-1", ENTRIES)
+    reading = reading_through(verification_of(path))
+    (path / DATA).unlink()
+    with pytest.raises(torch_dcp.CheckpointException, match="it is missing") as told:
+        torch_dcp.load({"a": torch.zeros(9)}, checkpoint_id=str(path), no_dist=True, **reading)
+    assert "entry" not in str(dcp_reader.read_error(str(path), told.value))
+
+
 def test_the_error_of_an_index_keeps_its_class_on_the_way_through_dcp(tmp_path: Path) -> None:
     path = save_alone(tmp_path / "step-1", {"w": torch.ones(3)})
     reading = reading_through(verification_of(path))
