@@ -1,6 +1,6 @@
 """Ways in which the files of a checkpoint come to hold something else, applied and taken back.
 
-Step(path, older) -> random_damage -> Damage -> (a load) -> Damage.undo
+Step(path, others) -> random_damage -> Damage -> (a load) -> Damage.undo
 """
 
 import random
@@ -17,16 +17,16 @@ INDEXES = (DCP_MARKER, TC_MARKER)
 
 @dataclass(frozen=True)
 class Step:
-    """A checkpoint as it was written, and those before it."""
+    """A checkpoint as it was written, and others of its run."""
 
     path: Path
     files: dict[str, bytes]
-    older: tuple[dict[str, bytes], ...]
-    """The same files of earlier steps."""
+    others: tuple[dict[str, bytes], ...]
+    """The same files of earlier steps, and of one that holds weights alone."""
 
     @classmethod
-    def of(cls, path: Path, *older: Path) -> "Step":
-        return cls(path, contents(path), tuple(contents(each) for each in older))
+    def of(cls, path: Path, *others: Path) -> "Step":
+        return cls(path, contents(path), tuple(contents(each) for each in others))
 
     def restore(self) -> None:
         """Put every file back that is not as it was written."""
@@ -119,8 +119,8 @@ def _without_digits(name: str) -> str:
     return "".join(letter for letter in name if not letter.isdigit())
 
 
-def _older(step: Step, name: str, rng: random.Random) -> Changed:
-    return {name: rng.choice(step.older).get(name)}
+def _of_another(step: Step, name: str, rng: random.Random) -> Changed:
+    return {name: rng.choice(step.others).get(name)}
 
 
 KINDS: dict[str, Callable[[Step, str, random.Random], Changed]] = {
@@ -130,7 +130,7 @@ KINDS: dict[str, Callable[[Step, str, random.Random], Changed]] = {
     "flipped": _flipped,
     "zeroed": _zeroed,
     "swapped": _swapped,
-    "older": _older,
+    "of another": _of_another,
 }
 
 

@@ -33,6 +33,8 @@ from tests.unit_tests.components.checkpointer.ways import (
 )
 
 LAST = 3
+WEIGHTS = "weights"
+"""Where the checkpoint of the weights alone lies that the run has saved in the end."""
 NUM_ROWS = 2_000_000
 """Of a parameter of 16 MB, so that its files have several blocks."""
 TOLD = re.compile("[Pp]assing over|passed over|cannot be read|unverified")
@@ -44,15 +46,16 @@ def state_of(run: Run) -> State:
 
 
 def save_steps(folder: Path, way: Way) -> list[State]:
-    """Train and save after each step; the state after each, the one after the last unsaved step too."""
+    """Train and save after each step; the state after each, also the one whose weights are put aside."""
     run = build(folder, way, seed=1, keep_latest_k=0)
     states = []
     for step in range(1, LAST + 2):
         run.train_step()
         states.append(state_of(run))
-        if step <= LAST:
-            run.manager.save(step)
+        run.manager.save(step, last_step=step > LAST)
     run.manager.close()
+    if dist.get_rank() == 0:
+        (folder / "checkpoint" / f"step-{LAST + 1}").rename(folder / WEIGHTS)
     return states
 
 
@@ -125,7 +128,7 @@ def try_damages(
     """Damage the newest checkpoint in ``num`` ways; what went wrong, and how often each kind came."""
     checkpoints = folder / "checkpoint"
     paths = [checkpoints / f"step-{number}" for number in range(LAST, 0, -1)]
-    step, rng = Step.of(*paths), random.Random(seed)
+    step, rng = Step.of(*paths, folder / WEIGHTS), random.Random(seed)
     wrong, kinds = [], Counter[str]()
     dist.barrier()  # before rank 0 changes what others still read
     while kinds.total() < num:

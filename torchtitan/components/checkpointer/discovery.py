@@ -87,7 +87,8 @@ class OwnFolder:
     end, because they all are steps of this run, whether or not this start can load them."""
 
     kind_of: Callable[[str], Kind]
-    """Looks into one of them; costs a read of its index, so newest first and no more than needed."""
+    """Looks into one of them; costs a read of its manifest or index, so newest first and no more than
+    needed."""
 
     backend: str = ""
     """The back end of this start, as ``--checkpoint.backend`` names it."""
@@ -155,6 +156,18 @@ def _backend_in(storage: MovingStorage, path: str) -> str:
     return "" if manifest is None else manifest.head.backend
 
 
+def _claims_full(storage: MovingStorage, path: str) -> bool:
+    """Whether the manifest says that ``path`` is full, or is none of this step."""
+    try:
+        manifest = read_manifest(storage, path)
+    except CheckpointError:
+        return False  # as above
+    if manifest is None:
+        return False
+    step = parse_step(path.rstrip("/").rpartition("/")[2])
+    return manifest.head.kind == "full" or step not in (None, manifest.head.step)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finder:
     """How the checkpoints of one back end are found."""
@@ -166,8 +179,8 @@ class Finder:
     is_complete: Callable[[str], bool]
     """Whether the directory holds the marker that its writer puts there last."""
 
-    kind_of: Callable[[str], Kind]
-    """What a complete checkpoint holds."""
+    kind_by_index: Callable[[str], Kind]
+    """What a complete checkpoint holds, as its index or the names of its files tell."""
 
     backend: str = ""
     """The name of the back end, as it is typed after ``--checkpoint.backend``."""
@@ -185,6 +198,12 @@ class Finder:
         # has lost its marker since: it is damaged, and no save that did not finish.
         backend = _backend_in(self.storage, path)
         return next((each for each in finders if each.backend == backend), self)
+
+    def kind_of(self, path: str) -> Kind:
+        """What the complete checkpoint ``path`` of this back end holds, or held when it was saved."""
+        # An index that is another checkpoint's, or files that are gone, must not make weights out of a
+        # full one, which would be passed over in silence. As a full one it is loaded, and found damaged.
+        return Kind.FULL if _claims_full(self.storage, path) else self.kind_by_index(path)
 
     def is_staging(self, path: str) -> bool:
         """Whether ``path`` has the name of a save that has not been finished by any back end."""

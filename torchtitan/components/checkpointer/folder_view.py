@@ -51,7 +51,7 @@ class FolderView(ABC):
             storage=self._storage,
             parse=self._parse_step,
             is_complete=self._is_valid_checkpoint,
-            kind_of=self._kind_of,
+            kind_by_index=self._kind_of,
             backend=self.FORMAT.backend if self.FORMAT else type(self).__name__,
             others=other_finders(self.FORMAT, self._storage, self._full_keys()),
         )

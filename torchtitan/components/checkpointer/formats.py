@@ -6,7 +6,7 @@ and what is complete in one of them is nobody's leftover.
 
 A manager says its own format with the class attribute ``FORMAT`` (None: it is known to nobody else)
 and supplies ``_parse_step``, ``_is_valid_checkpoint`` and ``_kind_of``, which may follow its own
-settings; the other formats are added to these hooks by ``base._finder``. Settings are checked
+settings; the other formats are added to these hooks by ``folder_view.FolderView._finder``. Settings are checked
 with the same facts before there is a manager: ``Config._owner.FORMAT``.
 
     Format -> finder, or hooks of a manager + other_finders -> discovery.Finder -> source, retention
@@ -105,7 +105,7 @@ def _finder(
         storage=storage,
         parse=chosen.parse,
         is_complete=lambda path: chosen.is_complete(storage, path),
-        kind_of=lambda path: chosen.kind_of(storage, path, other_keys),
+        kind_by_index=lambda path: chosen.kind_of(storage, path, other_keys),
         backend=chosen.backend,
         others=others,
     )

@@ -37,7 +37,7 @@ def finder_of(chosen: Format, storage: MemoryStorage) -> Finder:
         def kind_of(path: str) -> Kind:
             return kinds.get(storage.entries.get(f"{path}/.metadata") or b"", Kind.MODEL_ONLY)
 
-        return replace(each, kind_of=kind_of)
+        return replace(each, kind_by_index=kind_of)
 
     found = finder(chosen, storage, {"optimizer"})
     return replace(readable(found), others=tuple(readable(each) for each in found.others))

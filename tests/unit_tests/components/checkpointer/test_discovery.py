@@ -13,10 +13,16 @@ from torchtitan.components.checkpointer.discovery import (
 )
 from torchtitan.components.checkpointer.formats import DCP, finder, Format, TORCH_CHECKPOINTING
 from torchtitan.components.checkpointer.integrity.digests import digest_of
-from torchtitan.components.checkpointer.integrity.manifest import head_of, Manifest, render
+from torchtitan.components.checkpointer.integrity.manifest import (
+    head_of,
+    Manifest,
+    ManifestKind,
+    render,
+)
 from torchtitan.tools import filesystem
 
 from tests.unit_tests.components.checkpointer.fakes import folder_of, MemoryStorage
+from tests.unit_tests.components.checkpointer.mixed_folders import finder_of, put
 
 FOREIGN_NAMES = [
     "step-07",
@@ -92,7 +98,33 @@ def test_what_has_lost_its_marker_beside_its_manifest_is_damaged_and_not_unfinis
     found = finder_in(storage).look_into("/run")
     assert sorted(found.step_paths) == [2, 3] and not found.unfinished
     assert found.others == ({} if chosen is DCP else {2: chosen.backend})
-    assert {found.kind_of(path) for path in found.step_paths.values()} == {Kind.UNREADABLE}
+    kinds = {step: found.kind_of(path) for step, path in found.step_paths.items()}
+    assert kinds == {2: Kind.FULL, 3: Kind.UNREADABLE}, "what was full is found damaged by the load"
+
+
+@pytest.mark.parametrize("chosen", [DCP, TORCH_CHECKPOINTING], ids=lambda it: it.backend)
+@pytest.mark.parametrize(
+    "step, kind, now",
+    [
+        (2, "full", Kind.FULL),
+        (2, "model_only", Kind.MODEL_ONLY),
+        (2, "hf", Kind.MODEL_ONLY),
+        (1, "model_only", Kind.FULL),
+    ],
+)
+def test_what_was_saved_as_full_is_not_taken_for_weights_whatever_lies_there_now(
+    chosen: Format, step: int, kind: ManifestKind, now: Kind
+) -> None:
+    storage = MemoryStorage()
+    put(storage, chosen, "/run", 2, "weights")
+    found = finder_of(chosen, storage)
+    assert found.kind_of("/run/step-2") is Kind.MODEL_ONLY
+    manifest = Manifest(head=head_of(step, kind, chosen.backend, 1, None), files={})
+    storage.add("/run/step-2/manifest.json", render(manifest))
+    # A manifest of another step is none of this one: whatever it says, the load has to find that.
+    assert found.kind_of("/run/step-2") is now
+    storage.add("/run/step-2/manifest.json", b"damaged")
+    assert found.kind_of("/run/step-2") is Kind.MODEL_ONLY
 
 
 def test_a_missing_folder_holds_nothing() -> None:

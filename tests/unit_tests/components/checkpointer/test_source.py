@@ -86,7 +86,7 @@ def start(kinds: dict[int, Kind], request: Request, unfinished: tuple[int, ...] 
         storage=MemoryStorage(*by_path, "/weights", "/run"),
         parse=parse_entry,
         is_complete=by_path.__contains__,
-        kind_of=by_path.__getitem__,
+        kind_by_index=by_path.__getitem__,
     )
     return find_start(request, own, finder)
 
