@@ -37,7 +37,8 @@ WEIGHTS = "weights"
 """Where the checkpoint of the weights alone lies that the run has saved in the end."""
 NUM_ROWS = 2_000_000
 """Of a parameter of 16 MB, so that its files have several blocks."""
-TOLD = re.compile("[Pp]assing over|passed over|cannot be read|unverified")
+TOLD = re.compile("Passing over|cannot be read|unverified")
+"""That it was passed over as weights only would be to take damage for what was saved."""
 State = tuple[Any, str]
 
 
