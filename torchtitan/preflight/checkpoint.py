@@ -15,7 +15,13 @@ from torchtitan.components.checkpointer import (
 from torchtitan.components.checkpointer.discovery import Finder, OwnFolder
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointError
 from torchtitan.components.checkpointer.formats import CheckpointFiles, finder, Format
-from torchtitan.components.checkpointer.source import falls_back, find_start, Request, what_else
+from torchtitan.components.checkpointer.source import (
+    damage_of,
+    falls_back,
+    find_start,
+    Request,
+    what_else,
+)
 from torchtitan.components.checkpointer.state import RANK_STATE
 from torchtitan.preflight.folders import write_problem
 from torchtitan.tools import filesystem
@@ -140,8 +146,8 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
     where = finder(chosen, CheckpointFiles(), _STATE_KEYS)
     try:
         own = where.look_into(folder)
-        if checkpoint.load_step == -1 and own.export_step() >= config.training.steps:
-            return  # a finished run, which loads nothing
+        if checkpoint.load_step == -1 and _is_finished(config, own):
+            return
         _require_readable(chosen, request, own, where)
     except (CheckpointError, ValueError) as error:
         yield str(error)
@@ -150,6 +156,14 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
             f"--checkpoint.folder {folder} cannot be read ({error.filename or folder}: "
             f"{error.strerror or error}); make it readable or choose another one."
         )
+
+
+def _is_finished(config: Trainer.Config, own: OwnFolder) -> bool:
+    """Whether the run will find nothing to do, and load nothing."""
+    step = own.export_step()
+    if step < config.training.steps or config.checkpoint.verify == "off":
+        return step >= config.training.steps
+    return not damage_of(own.step_paths[step], step, CheckpointFiles())
 
 
 def _require_readable(chosen: Format, request: Request, own: OwnFolder, where: Finder) -> None:

@@ -114,6 +114,20 @@ def test_weights_of_the_last_step_end_a_run_and_a_longer_one_needs_a_full_checkp
     assert f"--checkpoint.initial_load_path={export} " in problem
 
 
+def test_damaged_weights_of_the_last_step_end_no_run(
+    config: Trainer.Config, own: Path, chosen: Format
+) -> None:
+    export = put(own, 400, WEIGHTS, chosen)
+    Path(export, "manifest.json").write_bytes(b"junk")
+    (problem,) = problems(config, 2)
+    assert "holds only model-only checkpoints" in problem
+    put(own, 350, FULL, chosen)
+    assert problems(config, 2) == []
+    shutil.rmtree(own / "checkpoint/step-350")
+    config.checkpoint.verify = "off"
+    assert problems(config, 2) == []
+
+
 def test_a_seed_is_made_from_nothing_whatever_lies_there(
     config: Trainer.Config, own: Path, chosen: Format
 ) -> None:

@@ -200,11 +200,14 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         return None if own is None or step == -1 else own.step_paths[step]
 
     def is_finished(self, last_step: int) -> bool:
-        """Whether the export of a run of ``last_step`` steps is there already. Collective."""
+        """Whether the export of a run of ``last_step`` steps is there already. Collective.
+
+        Not when a look at its index and the sizes of its files shows that it is damaged.
+        """
         if not self.enable:
             return False
         with within(self.timeout_seconds, f"Looking into {self.folder}"):
-            return rank_zero_decides(lambda: self._own_folder().export_step() >= last_step)
+            return rank_zero_decides(lambda: self._has_export(last_step))
 
     @contextmanager
     def _counted(self) -> Generator[None]:

@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.discovery import Finder, Kind, OwnFolder, step_name
 from torchtitan.components.checkpointer.errors import (
+    CheckpointDamagedError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointReadError,
 )
+from torchtitan.components.checkpointer.formats import MARKERS
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
 from torchtitan.components.checkpointer.settings import unusable_load_step
 from torchtitan.components.checkpointer.source_text import (
@@ -41,6 +43,7 @@ from torchtitan.components.checkpointer.source_text import (
     what_else_there_is,
     what_was_passed_over,
 )
+from torchtitan.components.checkpointer.storage import MovingStorage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,6 +274,24 @@ def what_else(source: Source, own_folder: str, finder: Finder) -> str:
             continue  # not that one either
         return what_else_there_is(other, step, is_own=is_own)
     return f"There is no other full checkpoint in {folder.path} that could be loaded."
+
+
+def damage_of(path: str, step: int, storage: MovingStorage) -> str:
+    """What a listing and the index show to be wrong with the checkpoint ``path``; "" for nothing.
+
+    Raises:
+        CheckpointMismatchError: a newer version wrote it.
+        CheckpointReadError, OSError: the disk does not let it be looked at now.
+    """
+    try:
+        manifest = Verification.begin(storage, path, Verify.SIZE, step=step).manifest
+        if manifest is not None:
+            whole = Verification(path, manifest, Verify.FULL)
+            for name in sorted(manifest.files.keys() & set(MARKERS)):
+                whole.check(name, storage.read_bytes(f"{path}/{name}"))
+    except CheckpointDamagedError as error:
+        return str(error)
+    return ""
 
 
 def _initial_problem(source: Source, own: OwnFolder, finder: Finder) -> str | None:

@@ -21,6 +21,7 @@ from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
 from torchtitan.components.checkpointer.source import (
+    damage_of,
     falls_back,
     find_start,
     Request,
@@ -62,6 +63,21 @@ class Starting(FolderView):
         An error has to be the same on all ranks: CheckpointDamagedError if what is on the disk is not
         what was saved, and raised before any object has been given anything but tensors.
         """
+
+    def _has_export(self, last_step: int) -> bool:
+        """Whether the weights after ``last_step`` or a later step are there and not known to be damaged."""
+        own = self._own_folder()
+        step = own.export_step()
+        if step < last_step:
+            return False
+        path = own.step_paths[step]
+        damage = "" if Verify(self.verify) is Verify.OFF else damage_of(path, step, self._storage)
+        if damage:
+            # The training state before it is still there, so the steps after that make it once more.
+            logger.warning(
+                f"The weights after the last step have to be made again: {' '.join(damage.split())}"
+            )
+        return not damage
 
     def _load_what_passes(self, step: int) -> bool:
         """``_load``; again without what turns out to be damaged, as long as that is allowed."""
