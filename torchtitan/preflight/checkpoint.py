@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 from torchtitan.components.checkpointer import (
     DATALOADER,
@@ -168,6 +167,7 @@ def _is_finished(config: Trainer.Config, own: OwnFolder) -> bool:
 
 def _require_readable(chosen: Format, request: Request, own: OwnFolder, where: Finder) -> None:
     """Read the index of what the run will load, and go back past damaged ones as the run will."""
+    damaged: dict[str, str] = {}
     while True:
         source = find_start(request, own, where).source
         if source is None or source.from_hf:
@@ -180,5 +180,5 @@ def _require_readable(chosen: Format, request: Request, own: OwnFolder, where: F
                 raise CheckpointDamagedError(
                     f"{error} {what_else(source, own.path, where)}"
                 ) from error
-            assert source.step is not None
-            own = replace(own, damaged={**own.damaged, source.step: str(error)})
+            damaged[source.path] = str(error)
+            own = where.look_into(own.path, damaged)

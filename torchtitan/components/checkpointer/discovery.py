@@ -215,9 +215,11 @@ class Finder:
         """Whether ``path`` is a complete checkpoint of any back end: no leftover, never cleared."""
         return self.owner_of(path) is not None
 
-    def complete_steps(self, folder: str) -> dict[int, str]:
+    def complete_steps(
+        self, folder: str, damaged: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[int, str]:
         """Paths of the complete checkpoints in ``folder`` by step, of every back end."""
-        return self.look_into(folder).step_paths
+        return self.look_into(folder, damaged).step_paths
 
     def replaced_steps(self, folder: str) -> dict[int, str]:
         """Paths of what is complete in ``replaced/`` by step, whatever has become of the save after it."""
@@ -230,20 +232,29 @@ class Finder:
         }
 
     def look_into(
-        self, folder: str, damaged: Mapping[int, str] = MappingProxyType({})
+        self, folder: str, damaged: Mapping[str, str] = MappingProxyType({})
     ) -> OwnFolder:
-        """What lies in ``folder``; nothing when it does not exist."""
+        """What lies in ``folder``; nothing when it does not exist.
+
+        Args:
+            damaged: what is wrong with the paths in it that were loaded in vain. Another checkpoint of
+                the same step, saved before or after it, is taken instead.
+        """
         if not self.storage.isdir(folder):
             return OwnFolder(path=folder, step_paths={}, kind_of=self.kind_of, backend=self.backend)
         left = superseded_names(self.storage, folder)
         ours = find_steps(self.storage, folder, parse=self.parse)
         names = {path: path.rpartition("/")[2] for _, path, _ in ours}
         ours = [entry for entry in ours if names[entry[1]] not in left]
-        found = {step: path for step, path, is_staging in ours if not is_staging}
+        candidates = {step: [path] for step, path, is_staging in ours if not is_staging}
         for step, path in self.replaced_steps(folder).items():
-            there = found.get(step)
-            if there is None or not (self.owner_of(there) and is_replacing(self.storage, there)):
-                found[step] = path
+            there = [each for each in candidates.get(step, []) if self.owner_of(each)]
+            is_replaced = any(is_replacing(self.storage, each) for each in there)
+            candidates[step] = [*there, path] if is_replaced else [path, *there]
+        found = {
+            step: next((each for each in paths if each not in damaged), paths[0])
+            for step, paths in candidates.items()
+        }
         owners = {path: owner for path in found.values() if (owner := self.owner_of(path))}
         complete = {step: path for step, path in found.items() if path in owners}
         known = {*names.values(), *left, SUPERSEDED, SUPERSEDED_RECORD, REPLACED}
@@ -258,8 +269,16 @@ class Finder:
                 for step, path in complete.items()
                 if owners[path] is not self
             },
-            unfinished={names[path]: step for step, path, _ in ours if path not in owners},
+            unfinished={
+                names[path]: step
+                for step, path, _ in ours
+                if path not in owners and path not in damaged
+            },
             # Hidden entries belong to the file system (.snapshot, .nfs...) or to editors.
             foreign=tuple(sorted(name for name in foreign if not name.startswith("."))),
-            damaged=damaged,
+            damaged={
+                step: "; ".join(damaged[each].rstrip(".") for each in candidates[step])
+                for step, path in complete.items()
+                if path in damaged
+            },
         )

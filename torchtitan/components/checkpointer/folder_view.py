@@ -28,8 +28,8 @@ class FolderView(ABC):
     folder: str
     _storage: MovingStorage
 
-    _damaged: Mapping[int, str] = MappingProxyType({})
-    """What is wrong with the steps of the folder that were tried in vain since the last load began."""
+    _damaged: Mapping[str, str] = MappingProxyType({})
+    """What is wrong with the paths in the folder that were tried in vain since the last load began."""
 
     @abstractmethod
     def _parse_step(self, filename: str) -> tuple[int, bool] | None:

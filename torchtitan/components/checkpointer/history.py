@@ -10,6 +10,7 @@ A step of the own history that is saved again waits in ``replaced/`` until the n
     step-7 -> replaced/step-7      it is the checkpoint of step 7 until
     step-7 is complete again       now the one in replaced/ is deleted, before the next save at the latest
     the save failed                the one in replaced/ is moved back before the next save of another step
+    or is found damaged            so it is then, and the damaged one moves into superseded/
 """
 
 import json

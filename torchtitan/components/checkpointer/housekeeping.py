@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.discovery import find_steps, step_name
+from torchtitan.components.checkpointer.discovery import find_steps
 from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.history import (
     free_name,
@@ -48,7 +48,7 @@ class Housekeeping(FolderView):
 
     _history_settled: bool
 
-    _damaged: Mapping[int, str]
+    _damaged: Mapping[str, str]
     _saved_paths: frozenset[str] = frozenset()
     _has_replaced: bool = False
     _gave_up: bool = False
@@ -73,7 +73,7 @@ class Housekeeping(FolderView):
             self._delete_replaced()
             moved = self._leave_other_history()
             moved += free_name(self._storage, self.folder, checkpoint_id)
-            self._put_back_replaced(but=checkpoint_id)
+            moved += self._put_back_replaced(but=checkpoint_id)
             if with_retention:
                 self._purge_stale_checkpoints(is_save_in_flight=False)
             self._clear_staging(checkpoint_id)
@@ -85,7 +85,7 @@ class Housekeeping(FolderView):
                 "it there; move it back to use it again."
             )
         self._history_settled = True
-        self._damaged = {}  # They were beyond the step that was loaded, so they are gone from here.
+        self._damaged = {}  # They were not loaded, so they are gone from here.
         self._saved_paths |= {checkpoint_id}
 
     def _clear_staging(self, checkpoint_id: str) -> None:
@@ -99,7 +99,8 @@ class Housekeeping(FolderView):
             self._remove(path)
             return []
         is_own = self._loaded_step is not None or path in self._saved_paths
-        if not is_own or not self._storage.isfile(f"{path}/{MANIFEST}"):
+        is_good = self._storage.isfile(f"{path}/{MANIFEST}") and path not in self._damaged
+        if not is_own or not is_good:
             return [supersede(self._storage, self.folder, path)]
         aside = put_aside(self._storage, self.folder, path)
         self._expiring -= {aside}
@@ -133,9 +134,9 @@ class Housekeeping(FolderView):
         aside = filesystem.join(self.folder, REPLACED)
         if not self._storage.isdir(aside):
             return
-        waiting = {path: step for step, path in self._waiting_steps().items()}
-        for _, path, _ in find_steps(self._storage, aside, parse=self._parse_step):
-            if path in waiting or path in self._expiring:
+        waiting = set(self._waiting_steps().values())
+        for step, path, _ in find_steps(self._storage, aside, parse=self._parse_step):
+            if path in waiting or path in self._expiring or self._is_left_or_damaged(step, path):
                 continue
             if self.purge_thread is not None and self.purge_thread.is_alive():
                 self._expiring |= {path}
@@ -144,26 +145,41 @@ class Housekeeping(FolderView):
                 self._remove(path, "whose step was saved again")
         self._remove_if_empty(aside)
 
+    def _is_left_or_damaged(self, step: int, path: str) -> bool:
+        # Of a step of the history that is about to be left every checkpoint is moved aside: nobody has read
+        # the newer one. And where one was found damaged, the other may be all that there is.
+        loaded = self._loaded_step
+        is_left = loaded is not None and step > loaded and not self._history_settled
+        return is_left or not self._damaged.keys().isdisjoint(
+            (path, self._create_checkpoint_id(step))
+        )
+
     def _waiting_steps(self) -> dict[int, str]:
         """The steps whose newest complete checkpoint is the one in ``replaced/``."""
         replaced = self._finder().replaced_steps(self.folder)
-        found = self._finder().complete_steps(self.folder) if replaced else {}
+        found = self._own_folder().step_paths if replaced else {}
         return {step: path for step, path in replaced.items() if found.get(step) == path}
 
-    def _put_back_replaced(self, *, but: str) -> None:
-        """Give what waits in ``replaced/`` its name back, except the one that is saved next."""
+    def _put_back_replaced(self, *, but: str) -> list[str]:
+        """Give what waits in ``replaced/`` its name back, except the one that is saved next.
+
+        Returns where is now what another program or damage has left under that name.
+        """
+        moved = []
         for step, path in self._waiting_steps().items():
             target = self._create_checkpoint_id(step)
             if target == but:
                 continue
             if self._storage.isdir(target):
                 if self._finder().is_complete_for_any(target):
-                    supersede(self._storage, self.folder, target)
+                    moved.append(supersede(self._storage, self.folder, target))
                 else:
                     self._storage.remove(target)
             self._storage.move(path, target)
-            logger.info(f"Moved {path} back to {target}: the save that was to replace it failed.")
+            self._damaged = {at: why for at, why in self._damaged.items() if at != target}
+            logger.info(f"Moved {path} back to {target}: what was to replace it is of no use.")
             self._remove_if_empty(path.rpartition("/")[0])
+        return moved
 
     def _remove_if_empty(self, folder: str) -> None:
         # Never queued: something may be moved into it before its turn comes.
@@ -179,8 +195,7 @@ class Housekeeping(FolderView):
             return
         found = find_steps(self._storage, self.folder, parse=self._parse_step)
         left = superseded_names(self._storage, self.folder)
-        damaged = {step_name(step) for step in self._damaged}
-        skipped = {filesystem.join(self.folder, name) for name in left | damaged}
+        skipped = {filesystem.join(self.folder, name) for name in left} | self._damaged.keys()
         purge = plan_purge(
             [entry for entry in found if entry[1] not in self._expiring | skipped],
             self.keep_latest_k,

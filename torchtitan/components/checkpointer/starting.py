@@ -96,15 +96,14 @@ class Starting(FolderView):
 
     def _pass_over(self, step: int, error: CheckpointDamagedError) -> None:
         source = self._source
-        if source is None or source.step in self._damaged:
+        if source is None or source.path in self._damaged:
             raise error  # of something that was not chosen here
         if not falls_back(self._request(step), source):
             advice = rank_zero_decides(lambda: what_else(source, self.folder, self._finder()))
             raise CheckpointDamagedError(f"{error} {advice}") from error
-        assert source.step is not None
         text = " ".join(str(error).split())
         logger.warning(f"Passing over {source.path}, which stays in place: {text}")
-        self._damaged = {**self._damaged, source.step: text}
+        self._damaged = {**self._damaged, source.path: text}
 
     def _request(self, step: int) -> Request:
         return Request(

@@ -91,15 +91,27 @@ def make_ready(manager: BareManager, step: int, *, with_retention: bool = True) 
         manager._make_ready(f"/run/step-{step}", None, with_retention=with_retention)
 
 
+def start(storage: Killing, keep: int = 2) -> tuple[BareManager, bytes | None]:
+    """A new run, which has passed over what is damaged, and what it has found to go on from."""
+    manager = manager_of(storage, None, keep)
+    while True:
+        own = manager._own_folder()
+        manager._loaded_step, _ = own.newest_full()
+        if manager._loaded_step is None:
+            return manager, None
+        path = own.step_paths[manager._loaded_step]
+        # Without its commit record it counts as one that another program wrote.
+        contents = {storage.entries.get(f"{path}/{name}") for name in FILES[:2]}
+        payload = contents.pop() if len(contents) == 1 else b"in pieces"
+        if payload is None or not payload.startswith(b"damaged"):
+            return manager, payload
+        manager._damaged = {**manager._damaged, path: "It is damaged."}
+
+
 def newest(storage: Killing) -> tuple[int | None, bytes | None]:
     """The step that a new run goes on from, and what it finds there."""
-    own = manager_of(storage, None)._own_folder()
-    step, _ = own.newest_full()
-    if step is None:
-        return None, None
-    # Without its commit record it counts as one that another program wrote.
-    contents = {storage.entries.get(f"{own.step_paths[step]}/{name}") for name in FILES[:2]}
-    return step, contents.pop() if len(contents) == 1 else b"in pieces"
+    manager, payload = start(storage)
+    return manager._loaded_step, payload
 
 
 @dataclass(kw_only=True)
@@ -113,6 +125,14 @@ class Scenario:
     store: type[Killing] = Killing
     gone: set[bytes] = field(default_factory=set)
     """What is nowhere in the end; all else that was there is somewhere."""
+
+    def manager(self, storage: Killing) -> BareManager:
+        """Of a run that was told which step to load, or looked for one that is good."""
+        if not any(payload.startswith(b"damaged") for payload in self.there.values()):
+            return manager_of(storage, self.loaded)
+        manager, _ = start(storage)
+        assert manager._loaded_step == self.loaded
+        return manager
 
     def storage(self) -> Killing:
         storage = self.store("/run")
@@ -191,6 +211,35 @@ SCENARIOS = {
         allowed={(10, b"10"), (15, b"saved")},
         gone={b"old 10"},
     ),
+    "both are there, and the newer one is damaged": Scenario(
+        loaded=10,
+        there={"/run/step-5": b"5", "/run/step-10": b"damaged", "/run/replaced/step-10": b"10"},
+        act=save_at(15),
+        allowed={(10, b"10"), (15, b"saved")},
+    ),
+    "the newer one is damaged, and its step is saved again": Scenario(
+        loaded=10,
+        there={"/run/step-5": b"5", "/run/step-10": b"damaged", "/run/replaced/step-10": b"10"},
+        act=save_again,
+        allowed={(10, b"10"), (10, b"new 10"), (15, b"15")},
+        gone={b"10"},
+    ),
+    "both are there and damaged": Scenario(
+        loaded=5,
+        there={
+            "/run/step-5": b"5",
+            "/run/step-10": b"damaged",
+            "/run/replaced/step-10": b"damaged too",
+        },
+        act=save_at(7),
+        allowed={(5, b"5"), (7, b"saved")},
+    ),
+    "both are there, and are of the history that is left": Scenario(
+        loaded=5,
+        there={**BOTH, "/run/replaced/step-10": b"old 10"},
+        act=save_at(7),
+        allowed={(10, b"10"), (10, b"old 10"), (5, b"5"), (7, b"saved")},
+    ),
     "what waits is of the history that is left": Scenario(
         loaded=5,
         there={"/run/step-5": b"5", "/run/replaced/step-10": b"10"},
@@ -212,7 +261,7 @@ def test_at_no_moment_is_there_nothing_to_resume_from(name: str) -> None:
         storage = scenario.storage()
         storage.left = num_operations
         try:
-            scenario.act(storage, manager_of(storage, scenario.loaded))
+            scenario.act(storage, scenario.manager(storage))
             break
         except KilledError:
             storage.left = None
@@ -227,9 +276,9 @@ def test_at_no_moment_is_there_nothing_to_resume_from(name: str) -> None:
 
 def go_on(storage: Killing) -> None:
     """A new run on what is there: it saves, and afterwards nothing waits and no half is left."""
-    step, payload = newest(storage)
+    manager, payload = start(storage, keep=0)
+    step = manager._loaded_step
     assert step is not None
-    manager = manager_of(storage, step, keep=0)
     for saved in (step + 1, step + 2):
         make_ready(manager, saved)
         storage.save(f"/run/step-{saved}", b"later")

@@ -114,6 +114,34 @@ def test_what_is_passed_over_stays_until_the_first_save_and_is_then_put_aside_wi
     assert manager.newest_checkpoint() == "/run/step-30"
 
 
+def test_the_one_that_waits_for_a_save_which_turned_out_damaged_is_taken_before_older_ones() -> (
+    None
+):
+    manager = start(30)
+    described(manager.disk, 30, {})
+    manager.disk.add("/run/replaced/step-30/done", b"1")
+    assert manager.load()
+    assert manager.tried == ["step-30", "replaced/step-30"] and manager._loaded_step == 30
+    assert manager.newest_checkpoint() == "/run/replaced/step-30"
+    make_ready(manager, 35)
+    assert sorted(manager.disk.listdir("/run")) == ["step-10", "step-20", "step-30", "superseded"]
+    assert manager.disk.listdir("/run/superseded") == ["step-30"]
+    assert manager.disk.isfile("/run/superseded/step-30/manifest.json")
+    assert manager.purge_queue.get_nowait() == "/run/step-10"
+
+
+def test_when_both_of_a_step_are_damaged_the_error_tells_what_is_wrong_with_each() -> None:
+    manager = start(30, steps=(30,))
+    described(manager.disk, 30, {})
+    other = "/run/replaced/step-30"
+    manager.disk.add(f"{other}/done", b"1")
+    manager.wrong[other] = CheckpointDamagedError(f"{other}/data is damaged too.")
+    with pytest.raises(
+        CheckpointReadError, match=f"step-30: /run/step-30/data .* found b; {other}/data is damaged"
+    ):
+        manager.load()
+
+
 def test_a_retention_that_comes_first_neither_counts_nor_deletes_what_was_passed_over() -> None:
     manager = start(20, 30)
     assert manager.load()
