@@ -269,8 +269,9 @@ def described(storage: MemoryStorage, step: int, config: dict[str, Any]) -> None
     storage.add(f"/run/step-{step}/manifest.json", render(Manifest(head, {})))
 
 
-def test_settings_that_differ_from_the_saved_ones_are_one_block_in_the_log() -> None:
-    manager = start()
+@pytest.mark.parametrize("verify", ["full", "size", "off"])
+def test_settings_that_differ_from_the_saved_ones_are_one_block_in_the_log(verify: str) -> None:
+    manager = start(verify=verify)
     storage = manager.disk
     described(storage, 30, {"training": {"steps": 40}, "debug": {"seed": 1}})
     manager.describe_run(RunDescription({"training": {"steps": 50}, "debug": {"seed": 1}}, {}))

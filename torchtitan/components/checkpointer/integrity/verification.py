@@ -35,7 +35,7 @@ class Verify(str, Enum):
     """The files and their sizes."""
 
     OFF = "off"
-    """Nothing."""
+    """Nothing. What another version has written is refused all the same."""
 
 
 class Verification:
@@ -60,6 +60,8 @@ class Verification:
     ) -> "Verification":
         """Read the manifest of the checkpoint ``path`` and look whether its files are there.
 
+        With ``off`` the manifest only tells what the checkpoint is, if it can be read.
+
         Args:
             step: the step that the checkpoint has to be of; None for one from elsewhere.
 
@@ -70,7 +72,7 @@ class Verification:
             CheckpointReadError: the disk does not let it be read now.
         """
         if Verify(mode) is Verify.OFF:
-            return cls(path, None, mode)
+            return cls(path, _description(storage, path, step), mode)
         try:
             manifest = manifests.read(storage, path)
             if manifest is None:
@@ -160,6 +162,19 @@ def difference(expected: FileDigest, found: FileDigest) -> str:
             start, end = expected.block_range(index)
             return f"bytes {start}..{end - 1}: expected xxh3 {wanted}, found {got}"
     return f"expected xxh3 {expected.xxh3_64}, found {found.xxh3_64}"
+
+
+def _description(storage: MovingStorage, path: str, step: int | None) -> Manifest | None:
+    """The head of the manifest, or None if it is of no use, which is no reason not to load the rest."""
+    try:
+        manifest = manifests.read(storage, path)
+        if manifest is None:
+            return None
+        _require_step(path, manifest, step)
+    except (CheckpointDamagedError, OSError) as error:
+        logger.warning(f"{error} It is ignored, because nothing is to be verified.")
+        return None
+    return Manifest(manifest.head, {})
 
 
 def _require_step(path: str, manifest: Manifest, step: int | None) -> None:

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
-from torchtitan.components.checkpointer.integrity import verification
+from torchtitan.components.checkpointer.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointReadError,
+)
+from torchtitan.components.checkpointer.integrity import manifest, verification
 from torchtitan.components.checkpointer.integrity.checked_file import CheckedFile
 from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES, digest_of
 from torchtitan.components.checkpointer.integrity.manifest import (
@@ -118,10 +122,36 @@ def test_a_checkpoint_without_a_manifest_is_loaded_with_a_warning(
     assert all(f"{PATH} has no manifest.json" in line and "unverified" in line for line in warned)
 
 
-def test_nothing_is_looked_at_when_it_is_off() -> None:
-    found = Verification.begin(MemoryStorage(), "/nowhere", "off")
+def test_when_it_is_off_nothing_is_checked_and_the_manifest_only_says_what_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = Verification.begin(in_memory({"data": b"short", "index": None}), PATH, "off", step=30)
     raw = io.BytesIO()
-    assert found.mode is Verify.OFF and found.checked("data", raw) is raw
+    assert found.mode is Verify.OFF and not found.is_full and found.checked("data", raw) is raw
+    assert found.manifest is not None and found.manifest.head.step == 30
+    assert Verification.begin(MemoryStorage(), "/nowhere", "off").manifest is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("content", [b"junk", None])
+def test_when_it_is_off_a_manifest_that_is_of_no_use_is_ignored_with_a_warning(
+    content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = in_memory() if content is None else in_memory({MANIFEST: content})
+    found = Verification.begin(storage, PATH, "off", step=7 if content is None else 30)
+    assert found.manifest is None
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"{PATH}/{MANIFEST} is damaged" in line and line.endswith("nothing is to be verified.")
+
+
+@pytest.mark.parametrize("mode", Verify)
+def test_what_a_newer_version_wrote_is_refused_whatever_is_to_be_checked(
+    mode: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = in_memory()
+    monkeypatch.setattr(manifest, "SCHEMA", 0)
+    with pytest.raises(CheckpointMismatchError, match="has schema 1"):
+        Verification.begin(storage, PATH, mode)
 
 
 @pytest.mark.parametrize("question", ["read_bytes", "file_sizes"])
