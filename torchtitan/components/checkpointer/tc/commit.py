@@ -14,12 +14,14 @@ What each rank has written comes to rank 0 with the first stop, for the manifest
     in the trainer         GroupCommit   over its group for checkpoints
 """
 
+import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 
+import torch
 import torch.distributed as dist
 from torch_checkpointing.barriers import Barrier, BarrierConfig
 from torch_checkpointing.types import RankInfo
@@ -35,6 +37,10 @@ from torchtitan.components.checkpointer.pinned.meeting import (
 
 Files = Mapping[str, FileDigest]
 """What was written, by name in the checkpoint."""
+
+
+# In the place of the length of what was written.
+_HAS_FAILED = -1
 
 
 class _Stop(IntEnum):
@@ -130,24 +136,25 @@ class StoreCommit(Commit):
         }
 
     def _meet(self, stop: _Stop, failure: str | None) -> str | None:
-        if stop is not _Stop.WRITTEN or failure is not None:
-            return self._outcome(stop, failure)
-        # Before it arrives: when all have, rank 0 looks for them, and takes them away.
-        self._store.set(self._files_of(self._rank), _as_text(self._files))
+        own = self._files_of(self._rank)
+        if stop is _Stop.WRITTEN and failure is None:
+            # Before it arrives: when all have, rank 0 looks for them.
+            self._store.set(own, _as_text(self._files))
         outcome = "nobody looks for them"
         try:
-            outcome = self._outcome(stop, None)
+            outcome = self._outcome(stop, failure)
         finally:
-            if outcome is not None:
-                self._store.delete_key(self._files_of(self._rank))
+            # Each rank takes away its own, once rank 0 has them or will not come: all at one time,
+            # where rank 0 would take one after the other.
+            if outcome is not None or stop is _Stop.PUBLISHED:
+                # The store may have ended with rank 0, which does not change how the save did.
+                with contextlib.suppress(RuntimeError):
+                    self._store.delete_key(own)
         return outcome
 
     def _of_all_ranks(self) -> list[Files]:
         keys = [self._files_of(rank) for rank in range(self._num_ranks)]
-        found = [_from_text(self._store.get(key)) for key in keys]
-        for key in keys:
-            self._store.delete_key(key)
-        return found
+        return [_from_text(text) for text in self._store.multi_get(keys)]
 
     def _files_of(self, rank: int) -> str:
         return f"{self._verdicts[_Stop.WRITTEN]}/files/{rank}"
@@ -175,7 +182,7 @@ class StoreCommit(Commit):
 
 
 class GroupCommit(Commit):
-    """Between trainers that write by themselves; every stop is a collective over ``group``."""
+    """Between trainers that write by themselves; the stops are collectives over ``group``, of gloo."""
 
     def __init__(self, rank_info: RankInfo, group: "dist.ProcessGroup | None") -> None:
         super().__init__(rank_info)
@@ -183,11 +190,23 @@ class GroupCommit(Commit):
         self._gathered: list[Files] = []
 
     def _meet(self, stop: _Stop, failure: str | None) -> str | None:
-        if stop is _Stop.WRITTEN:
-            found = gather((failure, dict(self._files)), self._group)
-            self._gathered = [files for _, files in found]
-            return next((one for one, _ in found if one is not None), None)
-        return rank_zero_decides(lambda: failure, self._group)
+        if stop is not _Stop.WRITTEN:
+            return rank_zero_decides(lambda: failure, self._group)
+        # One number from each rank to all; the digests, which are long, only to rank 0.
+        content = torch.frombuffer(bytearray(_as_text(self._files).encode()), dtype=torch.uint8)
+        mine = torch.tensor([_HAS_FAILED if failure is not None else content.numel()])
+        sizes = [torch.zeros_like(mine) for _ in range(self._num_ranks)]
+        dist.all_gather(sizes, mine, group=self._group)
+        lengths = [int(size) for size in sizes]
+        if _HAS_FAILED in lengths:
+            return next(one for one in gather(failure, self._group) if one is not None)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: content.numel()] = content
+        found = [torch.empty_like(padded) for _ in lengths] if self._rank == 0 else None
+        dist.gather(padded, found, group=self._group, group_dst=0)
+        texts = zip(found or (), lengths, strict=False)
+        self._gathered = [_from_text(bytes(it[:length].numpy())) for it, length in texts]
+        return None
 
     def _of_all_ranks(self) -> list[Files]:
         return self._gathered

@@ -1,5 +1,6 @@
 """What three ranks agree on before and while they save: one call, and each test looks at a part of it."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,35 @@ def end_of(action: Callable[..., Any], *arguments: Any) -> Any:
 
 def written(*ranks: int) -> Files:
     return {f"model_{rank}.pt": digest_of(bytes([rank])) for rank in ranks}
+
+
+COLLECTIVES = [
+    name
+    for name in dir(dist)
+    if name.startswith(("all_", "broadcast", "gather", "scatter", "reduce", "barrier", "send"))
+]
+
+
+def collectives_of_an_agreement() -> list[str]:
+    """Those of the first stop of a save, each with the number of long messages that come to this rank."""
+    called: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            came = args[1] if name == "gather" else args[0]
+            called.append(f"{name} {sum(getattr(each, 'nbytes', 9) > 8 for each in came or ())}")
+            return real(*args, **kwargs)
+
+        return call
+
+    rank = dist.get_rank()
+    with contextlib.ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(patch.object(dist, name, noted(name)))
+        GroupCommit(RankInfo(rank, WORLD, rank, WORLD), None).agree(written(rank))
+    return called
 
 
 def commits() -> dict[str, Any]:
@@ -195,6 +225,7 @@ def construction(folder: Path) -> list[Any]:
 def on_this_rank(folder: Path) -> dict[str, Any]:
     return {
         "commits": commits(),
+        "collectives": collectives_of_an_agreement(),
         "payloads": payloads(),
         "metadatas": metadatas(),
         "construction": construction(folder),
@@ -219,6 +250,16 @@ def test_trainers_that_write_by_themselves_save_all_or_none(ranks: list[dict[str
         [written(0, 1, 2)] * 2,
         [{}] * 2,
         [{}] * 2,
+    ]
+
+
+def test_what_was_written_comes_to_rank_0_alone_and_in_two_collectives(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [each["collectives"] for each in ranks] == [
+        ["all_gather 0", f"gather {WORLD}"],
+        ["all_gather 0", "gather 0"],
+        ["all_gather 0", "gather 0"],
     ]
 
 

@@ -161,6 +161,40 @@ def test_what_was_written_stays_in_no_store_when_a_save_fails(connect: Connect, 
     assert connect(0).num_keys() <= before + 3
 
 
+class Counted:
+    """A store that notes what is asked of it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.asked: list[str] = []
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self._store, name)
+
+
+def test_rank_0_asks_the_store_no_more_often_for_more_ranks() -> None:
+    store = in_memory()(0)
+    stores: list[Any] = [Counted(store), store, store]
+    save = Save(stores.__getitem__, files={rank: written(rank) for rank in range(WORLD)})
+    save.all_at_once()
+    assert save.known[0] == written(0, 1, 2)
+    asked = stores[0].asked
+    assert asked.count("multi_get") == asked.count("delete_key") == 1 and asked.count("get") == 2
+
+
+def test_a_save_is_saved_although_the_store_has_ended_with_rank_0() -> None:
+    class Ended(Counted):
+        def delete_key(self, key: str) -> bool:
+            raise RuntimeError("connection reset by peer")
+
+    store = in_memory()(0)
+    stores: list[Any] = [store, Ended(store), Ended(store)]
+    save = Save(stores.__getitem__, files={rank: written(rank) for rank in range(WORLD)})
+    save.all_at_once()
+    assert save.ends == dict.fromkeys(range(WORLD), "saved")
+
+
 def test_two_ranks_that_write_one_file_must_write_the_same(connect: Connect) -> None:
     same = Save(connect, 1, files={0: written(0), 1: written(0)})
     same.all_at_once()
