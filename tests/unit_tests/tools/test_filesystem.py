@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,33 @@ def test_sizes_of_files_come_with_the_names_that_are_there(base: str):
     names = ["a", "below/b", "below", "missing", "a/under", "no/such"]
     assert filesystem.file_sizes(folder, names) == {"a": 5, "below/b": 0}
     assert filesystem.file_sizes(filesystem.join(base, "nothing"), names) == {}
+
+
+def test_sizes_of_many_files_take_one_listing_and_several_questions_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{number}.data" for number in range(100)]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(bytes(number))
+    pair = threading.Barrier(2)
+    stat, scandir, listed, asked = os.stat, os.scandir, list[str](), list[str]()
+
+    def stat_with_another(path: Any, **keywords: Any) -> os.stat_result:
+        if str(path).endswith(".data"):
+            pair.wait(timeout=30)
+            asked.append(os.path.basename(path))
+        return stat(path, **keywords)
+
+    def scandir_told(path: str) -> Any:
+        listed.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "stat", stat_with_another)
+    monkeypatch.setattr(os, "scandir", scandir_told)
+    missing = [f"missing-{number}.data" for number in range(3)]
+    found = filesystem.file_sizes(str(tmp_path), [*names, *missing])
+    assert found == {name: number for number, name in enumerate(names)}
+    assert len(listed) == 1 and sorted(asked) == sorted(names)
 
 
 def test_a_file_is_read_as_it_is_now(base: str):
