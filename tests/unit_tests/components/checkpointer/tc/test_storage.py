@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,13 @@ import torch
 from torch_checkpointing.checkpoint_base import CheckpointItem, CheckpointWriteInfo
 from torch_checkpointing.checkpoint_writer import CheckpointWriterArgs, CheckpointWriterConfig
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage
+from torch_checkpointing.storage.filesystem import (
+    LocalFileSystemStorage,
+    LocalFileSystemStorageConfig,
+)
 from torch_checkpointing.types import RankInfo
 from torchtitan.components.checkpointer.formats import MARKERS
+from torchtitan.components.checkpointer.history import renames
 from torchtitan.components.checkpointer.storage import MovingStorage
 from torchtitan.components.checkpointer.tc.commit import CommitBarrierConfig, GroupCommit
 from torchtitan.components.checkpointer.tc.storage import (
@@ -23,6 +29,8 @@ from torchtitan.components.checkpointer.tc.storage import (
     DurableStorageConfig,
 )
 from torchtitan.components.checkpointer.tc.writer import Writer
+
+from tests.unit_tests.components.checkpointer.tc.memory_storage import InMemory, MemoryStorage
 
 ALONE = RankInfo(0, 1, 0, 1)
 
@@ -215,6 +223,33 @@ def test_questions_about_paths_go_to_the_storage_of_the_library() -> None:
     assert [call[0] for call in library.method_calls if call[0] != "exists"] == ["delete", "rmdir"]
     library.delete.assert_called_once_with(Path("/run/step-1", MARKERS[0]))
     library.rmdir.assert_called_once_with(Path("/run/step-1"))
+
+
+def test_a_local_storage_renames_and_of_another_nobody_knows(storage: DurableStorage) -> None:
+    class Own(LocalFileSystemStorage):
+        pass
+
+    for local in (storage, Own(LocalFileSystemStorageConfig())):
+        assert renames(BackendCheckpointStorage(local), "/run")
+    assert not renames(BackendCheckpointStorage(MemoryStorage(InMemory())), "/run")
+
+
+class Together(MemoryStorage):
+    """Answers when three are asking."""
+
+    asking = threading.Barrier(3)
+
+    def getsize(self, path: Path) -> int:
+        self.asking.wait(60)
+        return super().getsize(path)
+
+
+def test_a_storage_far_away_is_asked_for_many_sizes_at_a_time() -> None:
+    memory = Together(InMemory())
+    for name in ("a", "b"):
+        memory.write(Path("/run/step-1", name), b"123")
+    sizes = BackendCheckpointStorage(memory).file_sizes("/run/step-1", iter(["a", "gone", "b"]))
+    assert list(sizes.items()) == [("a", 3), ("b", 3)]
 
 
 @pytest.mark.parametrize("marker", MARKERS)
