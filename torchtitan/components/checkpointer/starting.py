@@ -47,6 +47,9 @@ class Starting(FolderView):
     verify: str = "full"
     on_damaged: str = "fallback"
 
+    pg: "dist.ProcessGroup | None" = None
+    """The group of the manager's own collectives, None for that of training."""
+
     _run: RunDescription | None = None
     """What the trainer has told about the run, for the manifests of its checkpoints."""
 
@@ -92,6 +95,7 @@ class Starting(FolderView):
         self._tell_what_leaves()
         if is_loaded:
             self._tell_changes()
+        self._source = self._verifying = None  # the digests would stay for the whole run
         return is_loaded
 
     def _pass_over(self, step: int, error: CheckpointDamagedError) -> None:
@@ -141,10 +145,15 @@ class Starting(FolderView):
             CheckpointDamagedError, CheckpointMismatchError, CheckpointReadError: as
                 ``Verification.begin``, on all ranks.
         """
-        mode = Verify(self.verify)
-        self._verifying = rank_zero_decides(
-            lambda: Verification.begin(self._storage, source.path, mode, step=source.step)
-        )
+
+        def begin() -> Verification:
+            mode = Verify(self.verify)
+            found = Verification.begin(self._storage, source.path, mode, step=source.step)
+            found.tell_if_foreign()
+            return found
+
+        # It holds every digest: tens of megabytes for a large model, which pass by no accelerator.
+        self._verifying = rank_zero_decides(begin, self.pg)
         return self._verifying
 
     def _tell_what_leaves(self) -> None:

@@ -21,6 +21,7 @@ from torchtitan.components.checkpointer.integrity.manifest import (
     render,
     RunDescription,
 )
+from torchtitan.components.checkpointer.integrity.verification import Verification
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
 
@@ -191,6 +192,37 @@ def test_without_fallback_a_damaged_one_stops_the_run() -> None:
     with pytest.raises(CheckpointDamagedError, match="is step-20: --checkpoint.load_step 20"):
         manager.load()
     assert manager.tried == ["step-30"]
+
+
+def test_only_what_is_loaded_is_said_to_be_loaded_unverified(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = start(30, on_damaged="fail")
+    described(manager.disk, 30, {})
+    with pytest.raises(CheckpointDamagedError, match="is step-20: --checkpoint.load_step 20"):
+        manager.load()
+    assert "unverified" not in caplog.text
+    assert manager.load(20)
+    assert "/run/step-20 has no manifest.json" in caplog.text and "unverified" in caplog.text
+
+
+def test_the_digests_of_all_files_travel_beside_training_and_are_kept_no_longer_than_the_load() -> (
+    None
+):
+    manager = start()
+    described(manager.disk, 30, {})
+    manager.pg, used = object(), list[Any]()  # pyrefly: ignore[bad-assignment]  (only passed on)
+
+    def decides(decide: Any, group: Any = None) -> Any:
+        found = decide()
+        if isinstance(found, Verification):
+            used.append((found.path, group))
+        return found
+
+    with patch.object(starting, "rank_zero_decides", decides):
+        assert manager.load()
+    assert used == [("/run/step-30", manager.pg)]
+    assert manager._verifying is None and manager._source is None
 
 
 def test_the_advice_names_no_checkpoint_of_which_a_listing_shows_that_it_is_damaged() -> None:

@@ -14,6 +14,8 @@ import time
 from enum import Enum
 from typing import Any
 
+import torch.distributed as dist
+
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
 from torchtitan.components.checkpointer.integrity import manifest as manifests
 from torchtitan.components.checkpointer.integrity.checked_file import CheckedFile
@@ -75,12 +77,7 @@ class Verification:
             return cls(path, _description(storage, path, step), mode)
         try:
             manifest = manifests.read(storage, path)
-            if manifest is None:
-                logger.warning(
-                    f"{path} has no {MANIFEST}: another program or an older version wrote it. It is "
-                    "loaded unverified."
-                )
-            else:
+            if manifest is not None:
                 _require_step(path, manifest, step)
                 _require_sizes(storage, path, manifest)
         except OSError as error:
@@ -89,6 +86,14 @@ class Verification:
                 "checkpoint; see to the disk and start again."
             ) from error
         return cls(path, manifest, mode)
+
+    def tell_if_foreign(self) -> None:
+        """Warn if the checkpoint, which is about to be loaded, should be checked and cannot be."""
+        if self.manifest is None and self.mode is not Verify.OFF:
+            logger.warning(
+                f"{self.path} has no {MANIFEST}: another program or an older version wrote it. It is "
+                "loaded unverified."
+            )
 
     @property
     def is_full(self) -> bool:
@@ -144,10 +149,12 @@ class Verification:
                 return
             self._told_at = now
             checked = self.checked_bytes
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return  # thousands of ranks would say the same
         assert self.manifest is not None
         total = sum(digest.size_bytes for digest in self.manifest.files.values())
         logger.info(
-            f"Checked {checked / 2**30:.1f} GiB as they were read; {self.path} has "
+            f"Checked {checked / 2**30:.1f} GiB as they were read here; {self.path} has "
             f"{total / 2**30:.1f} GiB for all ranks."
         )
 

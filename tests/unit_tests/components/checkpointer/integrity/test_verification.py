@@ -115,6 +115,8 @@ def test_a_checkpoint_without_a_manifest_is_loaded_with_a_warning(
 ) -> None:
     found = Verification.begin(in_memory({MANIFEST: None, "index": None}), PATH, mode)
     assert found.manifest is None and not found.is_full
+    assert not caplog.records, "it may only be looked at"
+    found.tell_if_foreign()
     raw = io.BytesIO(b"anything")
     assert found.checked("data", raw) is raw and found.check("other", b"x") == b"x"
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -218,3 +220,8 @@ def test_a_long_check_is_told_now_and_then(
         found.check("data", CONTENTS["data"])
     (line,) = (record.getMessage() for record in caplog.records)
     assert "Checked" in line and PATH in line and "for all ranks" in line
+    monkeypatch.setattr(verification.time, "monotonic", lambda: now + 22)
+    monkeypatch.setattr(verification.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(verification.dist, "get_rank", lambda: 1)
+    found.check("data", CONTENTS["data"])
+    assert len(caplog.records) == 1, "one rank speaks for all"
