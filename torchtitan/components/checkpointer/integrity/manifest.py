@@ -8,6 +8,7 @@ place and meaning in every version of the format: a newer version is told from d
     read -> parse -> verification.py
 """
 
+import functools
 import json
 import platform
 import re
@@ -98,7 +99,7 @@ def head_of(
         backend=backend,
         world_size=world_size,
         parallel=dict(run.parallel or {}),
-        versions=_versions(),
+        versions=dict(_versions()),
         config=None if run.config is None else without_addresses(run.config),
     )
 
@@ -141,7 +142,7 @@ def _text_of(manifest: Manifest) -> bytes:
             for name, digest in sorted(manifest.files.items())
         },
     }
-    text = (json.dumps(fields, indent=2) + "\n").encode()
+    text = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
     place = _START.match(text)
     assert place is not None
     return _with_digest(text, place, xxh3_64_hexdigest(text))
@@ -229,14 +230,20 @@ def _with_digest(text: bytes, place: re.Match[bytes], digest: str) -> bytes:
 
 def without_addresses(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` as JSON keeps it; of functions not where they lie, which no two processes agree on."""
-    return json.loads(_ADDRESS.sub("", json.dumps(config, default=str)))
+    return _parsed(_ADDRESS.sub("", json.dumps(config, default=str)))
 
 
 def _plain(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     # What JSON makes of it (keys are text, tuples are lists), so that reading it back changes nothing.
-    return None if config is None else json.loads(json.dumps(config, default=str))
+    return None if config is None else _parsed(json.dumps(config, default=str))
 
 
+def _parsed(text: str) -> dict[str, Any]:
+    # JSON has no numbers that are not finite, and other programs would refuse the whole file.
+    return json.loads(text, parse_constant=str)
+
+
+@functools.cache  # looks through all installed packages
 def _versions() -> dict[str, str]:
     versions = {
         "torchtitan": __version__,

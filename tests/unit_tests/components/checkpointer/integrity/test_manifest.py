@@ -16,6 +16,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointMismatchError,
     CheckpointReadError,
 )
+from torchtitan.components.checkpointer.integrity import manifest as manifests
 from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES, digest_of, FileDigest
 from torchtitan.components.checkpointer.integrity.manifest import (
     Head,
@@ -218,6 +219,26 @@ def test_settings_that_json_does_not_know_are_kept_as_text() -> None:
     # One that was put together by hand is written in the same way.
     by_hand = Manifest(Head(1, "model_only", "dcp", 1, {}, head.versions, config), {})
     assert render(by_hand) == render(manifest)
+
+
+def test_numbers_that_are_not_finite_are_kept_as_text_which_every_program_can_read() -> None:
+    config = {"clip": float("inf"), "floor": [-float("inf")], "threshold": float("nan"), "lr": 0.1}
+    text = {"clip": "Infinity", "floor": ["-Infinity"], "threshold": "NaN", "lr": 0.1}
+    head = head_of(1, "full", "dcp", 1, RunDescription(config, {}))
+    by_hand = Head(1, "full", "dcp", 1, {}, head.versions, config)
+    for each in (head, by_hand):
+        content = render(Manifest(each, {}))
+        assert parse(content, "m").head.config == text
+        assert json.loads(content, parse_constant=pytest.fail)["config"] == text
+
+
+def test_installed_packages_are_looked_through_once_and_not_at_each_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = head_of(5, "full", "dcp", 2, None)
+    monkeypatch.setattr(manifests.metadata, "version", pytest.fail)
+    first.versions["torch"] = "changed"
+    assert head_of(6, "full", "dcp", 2, None).versions["torch"] == torch.__version__
 
 
 def test_the_head_says_which_programs_wrote_it() -> None:
