@@ -61,14 +61,29 @@ def _is_nothing(path: str) -> bool:
         return isinstance(error, (FileNotFoundError, NotADirectoryError))
 
 
-def read_error(path: str, error: dcp.CheckpointException) -> CheckpointReadError:
+def read_error(
+    path: str, error: dcp.CheckpointException, verification: Verification | None = None
+) -> CheckpointReadError:
     """What all ranks raise when reading ``path`` has failed on some.
 
     Damage if one of them found any, in the words of the first that did.
+
+    Args:
+        verification: what its files were read through; None if they are not of this format.
     """
-    for rank, (cause, _) in sorted(error.failures.items()):
+    failures = sorted(error.failures.items())
+    for rank, (cause, _) in failures:
         if isinstance(cause, CheckpointDamagedError):
             return CheckpointDamagedError(f"Rank {rank} could not read {path}: {cause}")
+    # An index that no digest vouches for may lead nowhere: DCP then fails between two files, by
+    # whatever its bytes happen to spell.
+    if verification is not None and not verification.is_full:
+        for rank, (cause, _) in failures:
+            if not isinstance(cause, CheckpointError) and not is_of_the_machine(cause):
+                return CheckpointDamagedError(
+                    f"Rank {rank} could not read {path} by its index {MARKER}, which was not checked: "
+                    f"{cause!r}. Move the checkpoint away and start again to resume from the one before it."
+                )
     return CheckpointReadError(f"Could not read the checkpoint {path}: {cause_of(error)}.")
 
 

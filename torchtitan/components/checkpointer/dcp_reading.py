@@ -58,7 +58,7 @@ def restore(
     try:
         read(wanted)
     except dcp.CheckpointException as error:
-        raise read_error(source.path, error) from error
+        raise read_error(source.path, error, verification) from error
     if TRAIN_STATE not in excluded:
         require_step(source, states.get(TRAIN_STATE))
     GarbageCollection.collect("after loading a checkpoint")

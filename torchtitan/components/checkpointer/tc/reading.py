@@ -35,9 +35,11 @@ from torchtitan.components.checkpointer.agreement import gather, rank_zero_decid
 from torchtitan.components.checkpointer.errors import (
     cause_of,
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointMismatchError,
     CheckpointReadError,
 )
+from torchtitan.components.checkpointer.integrity.verification import Verification
 from torchtitan.components.checkpointer.matching import require_match
 from torchtitan.components.checkpointer.screening import load_plain
 from torchtitan.components.checkpointer.source import require_step, Source
@@ -93,9 +95,12 @@ def look(storage: Storage, path: str, *, unneeded: Set[str] = frozenset()) -> Sa
         raise CheckpointDamagedError(
             f"There is no index {path}/{MARKER}. The path must be one checkpoint, a step-N directory."
         )
-    outline = dict(_tensors(metadata, path))
     values: dict[str, Any] = {}
-    files = [found for found in _files_with_values(metadata, names) if found[0] not in unneeded]
+    try:
+        outline = dict(_tensors(metadata, path))
+        files = [each for each in _files_with_values(metadata, names) if each[0] not in unneeded]
+    except Exception as error:  # of whatever the bytes of the index spell
+        raise fault(error, f"{path}/{MARKER}", storage) from error
     if gone := sorted(metadata.metadata.keys() - unneeded - {key for key, _ in files}):
         raise CheckpointDamagedError(
             f"{path} is damaged: there are no files {', '.join(f'{key}_*.pt' for key in gone)}, of which its "
@@ -177,7 +182,7 @@ def restore(
     }
     trees[MODEL] = model
     into = _with_tensors(targets, trees)
-    _read_on_all_ranks(lambda: read(into), source.path, group)
+    _read_on_all_ranks(lambda: read(into), source.path, group, storage)
     filled = {key: _put(key, tree, saved) for key, tree in trees.items()}
     restore_state_dict({**targets, MODEL: states[MODEL]}, filled)
     if TRAIN_STATE not in excluded:
@@ -306,13 +311,16 @@ def _read(storage: Storage, path: Path) -> Any:
 
 
 def _read_on_all_ranks(
-    read: Callable[[], Any], path: str, group: "dist.ProcessGroup | None"
+    read: Callable[[], Any],
+    path: str,
+    group: "dist.ProcessGroup | None",
+    storage: Storage | None = None,
 ) -> None:
     failure: BaseException | None = None
     try:
         read()
     except Exception as error:
-        failure = portable(error)
+        failure = portable(_of_the_index(error, path, storage))
     found = gather(failure, group)
     failures = [(rank, error) for rank, error in enumerate(found) if error is not None]
     if not failures:
@@ -326,6 +334,21 @@ def _read_on_all_ranks(
 
 
 _DAMAGE = (CheckpointDamagedError, FileNotFoundError)
+
+
+def _of_the_index(error: Exception, path: str, storage: Storage | None) -> Exception:
+    """``error``; damage if an index that no digest vouches for may have led to it.
+
+    What comes of the other files has its class already.
+    """
+    verification: Verification | None = getattr(storage, "verification", None)
+    if (
+        verification is None
+        or verification.is_full
+        or isinstance(error, (CheckpointError, OSError))
+    ):
+        return error
+    return fault(error, f"{path}/{MARKER}", storage)
 
 
 def _put(key: str, tree: Any, saved: Saved) -> Any:
