@@ -34,7 +34,10 @@ _KEY = "superseded"
 
 
 def renames(storage: MovingStorage, folder: str) -> bool:
-    """Whether a directory of ``folder`` is moved at once, whatever its size."""
+    """Whether a directory of ``folder`` is moved at once, whatever its size.
+
+    A storage that knows says so with an attribute ``renames``; for the others the path tells.
+    """
     return getattr(storage, "renames", not filesystem.is_remote(folder))
 
 
@@ -61,10 +64,12 @@ def supersede_newer(
     """
     newer = sorted((step for step in complete_steps if step > than), reverse=True)
     paths = [complete_steps[step] for step in newer]
-    if paths and not renames(storage, folder):
-        record(storage, folder, superseded_names(storage, folder) | {_name_of(it) for it in paths})
-        return paths
-    return [supersede(storage, folder, path) for path in paths]
+    in_place = [] if renames(storage, folder) else [it for it in paths if _is_in(folder, it)]
+    if in_place:
+        names = {_name_of(path) for path in in_place}
+        record(storage, folder, superseded_names(storage, folder) | names)
+    # The record knows names in the folder itself, and not those in replaced/.
+    return [path if path in in_place else supersede(storage, folder, path) for path in paths]
 
 
 def superseded_names(storage: MovingStorage, folder: str) -> frozenset[str]:
@@ -121,6 +126,10 @@ def put_aside(storage: MovingStorage, folder: str, path: str) -> str:
         return supersede(storage, folder, path)
     storage.move(path, target)
     return target
+
+
+def _is_in(folder: str, path: str) -> bool:
+    return path == filesystem.join(folder, _name_of(path))
 
 
 def _name_of(path: str) -> str:

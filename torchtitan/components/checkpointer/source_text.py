@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchtitan.components.checkpointer.discovery import Kind, OwnFolder, step_name
-from torchtitan.components.checkpointer.history import SUPERSEDED
+from torchtitan.components.checkpointer.history import SUPERSEDED, SUPERSEDED_RECORD
 from torchtitan.tools import filesystem
 
 FRESH_START = "No checkpoint was provided, this is a fresh start."
@@ -75,16 +75,24 @@ def what_else_there_is(path: str, step: int, *, is_own: bool) -> str:
     return f"The newest other full one beside it is --checkpoint.initial_load_path {path}"
 
 
-def what_leaves(own: OwnFolder, loaded_step: int) -> str:
-    """That what is beyond the step that was loaded is left, or nothing."""
+def what_leaves(own: OwnFolder, loaded_step: int, *, is_moved: bool) -> str:
+    """That what is beyond the step that was loaded is left, or nothing.
+
+    Args:
+        is_moved: whether it is moved aside; otherwise a record says that it does not count.
+    """
     newer = sorted(step for step in own.step_paths if step > loaded_step)
     if not newer:
         return ""
     names = shortened([step_name(step) for step in newer])
-    return (
-        f"This run goes on from step {loaded_step} and leaves a history behind: its first save puts "
-        f"{names} of {own.path} aside, into {SUPERSEDED}/, where nothing loads or deletes them."
-    )
+    if is_moved:
+        what = f"puts {names} of {own.path} aside, into {SUPERSEDED}/, where nothing loads or deletes them."
+    else:
+        what = (
+            f"writes {SUPERSEDED_RECORD}, which lists {names} of {own.path}: they stay in place, nothing "
+            "deletes them, and they are passed over from then on."
+        )
+    return f"This run goes on from step {loaded_step} and leaves a history behind: its first save {what}"
 
 
 def this_run_cannot(path: str, kind: Kind | None, *, backend: str, own_backend: str) -> str:

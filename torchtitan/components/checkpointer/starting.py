@@ -18,6 +18,7 @@ from torchtitan.components.checkpointer import run_changes
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError
 from torchtitan.components.checkpointer.folder_view import FolderView
+from torchtitan.components.checkpointer.history import renames
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
 from torchtitan.components.checkpointer.source import (
@@ -131,7 +132,9 @@ class Starting(FolderView):
             own = self._own_folder()
             start = find_start(request, own, self._finder())
             step = start.source.step or 0 if start.source is not None and counts_on else 0
-            return start, step, "" if self.load_only else what_leaves(own, step)
+            is_moved = renames(self._storage, self.folder)
+            leaving = "" if self.load_only else what_leaves(own, step, is_moved=is_moved)
+            return start, step, leaving
 
         start, self._loaded_step, self._leaving = rank_zero_decides(decide)
         self._source = start.source

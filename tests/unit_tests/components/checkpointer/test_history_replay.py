@@ -246,6 +246,13 @@ SCENARIOS = {
         act=save_at(7),
         allowed={(10, b"10"), (5, b"5"), (7, b"saved")},
     ),
+    "both are there, and are of the history that is left, where nothing can be renamed": Scenario(
+        loaded=5,
+        there={**BOTH, "/run/replaced/step-10": b"old 10"},
+        act=save_at(7),
+        allowed={(10, b"10"), (10, b"old 10"), (5, b"5"), (7, b"saved")},
+        store=CopyingStore,
+    ),
     "rolled back": Scenario(loaded=5, there=ROLLED_BACK, act=save_at(7), allowed=KEPT),
     "rolled back where nothing can be renamed": Scenario(
         loaded=5, there=ROLLED_BACK, act=save_at(7), allowed=KEPT, store=CopyingStore

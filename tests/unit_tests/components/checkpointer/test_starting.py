@@ -292,6 +292,14 @@ def test_what_is_left_behind_is_said_before_it_is_moved_unless_nothing_is_saved(
         "This run goes on from step 10 and leaves a history behind: its first save puts step-20, "
         "step-30 of /run aside, into superseded/, where nothing loads or deletes them."
     )
+    copying = start()
+    copying.disk.renames = False  # pyrefly: ignore[missing-attribute]  (as a storage may have it)
+    (said,) = warnings_of(copying, 10)
+    assert said == (
+        "This run goes on from step 10 and leaves a history behind: its first save writes "
+        "superseded.json, which lists step-20, step-30 of /run: they stay in place, nothing deletes "
+        "them, and they are passed over from then on."
+    )
     assert warnings_of(start(load_only=True), 10) == []
     assert warnings_of(start(), 30) == warnings_of(start()) == []
 
