@@ -261,6 +261,14 @@ def _initial(request: Request, own: OwnFolder) -> Start:
 
 def what_else(source: Source, own_folder: str, finder: Finder) -> str:
     """Which checkpoint could be loaded instead of the damaged ``source``, as far as one listing tells."""
+    try:
+        return _what_else(source, own_folder, finder)
+    except (CheckpointError, OSError) as error:
+        # It comes after the word of the damage, which must not be lost for want of advice.
+        return f"Whether there is another full checkpoint could not be seen: {error}"
+
+
+def _what_else(source: Source, own_folder: str, finder: Finder) -> str:
     is_own = source.step is not None
     path = source.path.rstrip("/")
     folder = finder.look_into(own_folder if is_own else path.rpartition("/")[0])
