@@ -262,3 +262,15 @@ def test_both_back_ends_refuse_to_go_back_at_each_restart(
     flags = "--checkpoint.exclude_from_loading dataloader"
     found = [refusal(f"--checkpoint.backend {each.backend} {flags}") for each in FORMATS]
     assert found[0] == found[1] and "--max-restarts 2" in found[0][0]
+
+
+def test_links_that_lead_nowhere_stop_the_run_before_a_rank_starts(
+    config: Trainer.Config, own: Path, tmp_path: Path, chosen: Format
+) -> None:
+    path = Path(put(own, 7, FULL, chosen))
+    shutil.move(path, tmp_path / "away")
+    path.symlink_to(tmp_path / "away")
+    assert problems(config, 2) == []
+    (tmp_path / "away").rename(tmp_path / "unmounted")
+    (problem,) = problems(config, 2)
+    assert f"{path} -> {tmp_path}/away" in problem and "Mount what they lead to" in problem

@@ -9,13 +9,14 @@ they are. What history.py has put aside counts as history.py says. This module o
     listdir -> parse_step -> is it a directory with a marker, and whose? -> OwnFolder -> source.py
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
-from torchtitan.components.checkpointer.errors import CheckpointError
+from torchtitan.components.checkpointer.errors import CheckpointError, CheckpointReadError
 from torchtitan.components.checkpointer.history import (
     is_replacing,
     REPLACED,
@@ -66,15 +67,42 @@ def find_steps(
     *,
     parse: Callable[[str], tuple[int, bool] | None],
 ) -> list[tuple[int, str, bool]]:
-    """All directories of ours in ``folder`` as (step, path, is a staging name), oldest first."""
-    found = []
+    """All directories of ours in ``folder`` as (step, path, is a staging name), oldest first.
+
+    Raises:
+        CheckpointReadError: links of such names lead nowhere.
+    """
+    found, others = [], []
     for name in storage.listdir(folder):
         parsed = parse(name)
         path = filesystem.join(folder, name)
-        if parsed is not None and storage.isdir(path):
+        if parsed is None:
+            continue
+        if storage.isdir(path):
             step, is_staging = parsed
             found.append((step, path, is_staging))
+        else:
+            others.append(path)
+    require_no_lost_links(storage, others)
     return sorted(found)
+
+
+def require_no_lost_links(storage: CheckpointStorage, paths: Iterable[str]) -> None:
+    """Check that none of ``paths``, which are no directories, is a link that leads nowhere.
+
+    A disk that is not mounted looks like this. To pass over the checkpoints that are on it would be to
+    begin again.
+
+    Raises:
+        CheckpointReadError: names all that are.
+    """
+    lost = sorted(path for path in paths if os.path.islink(path) and not storage.isfile(path))
+    if lost:
+        leads = ", ".join(f"{path} -> {os.readlink(path)}" for path in lost)
+        raise CheckpointReadError(
+            f"These links have the names of checkpoints and lead nowhere: {leads}. Mount what they lead "
+            "to and start again; if those checkpoints are not to count, delete the links."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

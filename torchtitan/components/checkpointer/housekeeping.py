@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.discovery import find_steps
+from torchtitan.components.checkpointer.discovery import find_steps, require_no_lost_links
 from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.history import (
     free_name,
@@ -94,6 +94,7 @@ class Housekeeping(FolderView):
     def _clear_path(self, path: str) -> list[str]:
         """Make room for a save at ``path``; where what another history left there is now."""
         if not self._storage.isdir(path):
+            require_no_lost_links(self._storage, [path])
             return []
         if not self._finder().is_complete_for_any(path):
             self._remove(path)
