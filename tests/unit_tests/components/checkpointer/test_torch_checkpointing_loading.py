@@ -143,11 +143,12 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(
     run.manager.close()
 
 
-def test_empty_metadata_is_known_as_damaged_before_anything_is_read(
+def test_empty_metadata_without_a_manifest_is_known_as_damaged_before_anything_is_read(
     tmp_path: Path, calls: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(tmp_path)
     (tmp_path / "checkpoint/step-2/metadata.pkl").write_bytes(b"")
+    (tmp_path / "checkpoint/step-2/manifest.json").unlink()  # which would say that it was full
     run = run_in(tmp_path, seed=5)
     assert run.manager.newest_checkpoint() == f"{tmp_path}/checkpoint/step-1"
     assert "step-2/metadata.pkl cannot be read: it is empty." in caplog.text
