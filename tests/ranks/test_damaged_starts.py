@@ -119,25 +119,32 @@ def test_ranks_go_back_together_whichever_of_them_reads_the_damage(
     assert "step-2: " in error and "step-1: " in error
 
 
+def torchrun(arguments: list[str], cache: Path) -> tuple[int, Story]:
+    """How a run on two ranks ends, and what rank 0 says."""
+    command = [sys.executable, "-m", "torchtitan.launch", "--nproc_per_node=2"]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
+    command += ["--tee=3", "-m", "torchtitan.train", *arguments]
+    environment = {"TORCHTITAN_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with Launched(command, cwd=ROOT, env=environment) as launched:
+        code = launched.finish()
+    return code, Story(launched.output)
+
+
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_torchrun_resumes_over_a_damaged_newest_checkpoint_and_says_so(tmp_path: Path) -> None:
+def test_torchrun_resumes_over_a_damaged_newest_checkpoint_and_fails_when_none_is_good(
+    tmp_path: Path,
+) -> None:
     folder, cache = tmp_path / "run", tmp_path / "cache"
     arguments = [*LLAMA, f"--dump_folder={folder}", *SETTINGS, "--checkpoint.interval=2"]
     whole = Story(main_on_ranks(2, [*arguments, "--training.steps=4"], cache=cache)[0].log)
     assert complete_steps(folder) == [2, 4]
     damaged = folder / "checkpoint/step-4/__1_0.distcp"
     flip_a_bit(damaged)
-    train = ["-m", "torchtitan.train", *arguments, "--training.steps=5"]
-    train.append("--optimizer.param_groups.0.optimizer_kwargs.weight_decay=0.05")
-    command = [sys.executable, "-m", "torchtitan.launch", "--nproc_per_node=2"]
-    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
-    environment = {"TORCHTITAN_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with Launched([*command, "--tee=3", *train], cwd=ROOT, env=environment) as launched:
-        code = launched.finish()
-    resumed = Story(launched.output)
+    other_decay = "--optimizer.param_groups.0.optimizer_kwargs.weight_decay=0.05"
+    code, resumed = torchrun([*arguments, "--training.steps=5", other_decay], cache)
     assert code == 0, resumed.output
     assert f"Passing over {folder}/checkpoint/step-4, which stays in place: " in resumed.output
     assert f"{damaged}" in resumed.output
@@ -150,3 +157,18 @@ def test_torchrun_resumes_over_a_damaged_newest_checkpoint_and_says_so(tmp_path:
     assert resumed.losses()[3] == whole.losses()[3] and sorted(resumed.losses()) == [3, 4, 5]
     assert complete_steps(folder) == [2, 4, 5]
     assert (folder / "checkpoint/superseded/step-4").is_dir()
+
+    # With nothing good left it begins nothing anew, and the launcher hears of it.
+    left = complete_steps(folder)
+    for step in left:
+        flip_a_bit(folder / f"checkpoint/step-{step}/__1_0.distcp")
+    before = contents(folder / "checkpoint")
+    code, stopped = torchrun([*arguments, "--training.steps=7"], cache)
+    assert code == 1, stopped.output
+    assert f"{folder}/checkpoint holds no full checkpoint that is not damaged" in stopped.output
+    assert contents(folder / "checkpoint") == before and complete_steps(folder) == left
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
