@@ -2,7 +2,7 @@
 
 Choosing is pure; deleting is slow and happens beside training, on rank 0 only.
 
-    base._purge_stale_checkpoints -> plan_purge -> purge_queue -> purge_thread -> storage.remove
+    housekeeping._purge_stale_checkpoints -> plan_purge -> purge_queue -> purge_thread -> storage.remove
 """
 
 import queue

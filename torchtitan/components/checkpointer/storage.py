@@ -1,8 +1,8 @@
 """Where the checkpointer asks about paths.
 
 Paths stay ``str`` from end to end, because ``pathlib`` would fold the two slashes of a URI.
-A protocol of four questions is all that discovery and retention need, so a test can answer them
-from memory and another backend from its own storage.
+Protocols say what is asked: a few questions to find and expire checkpoints, more to move, measure
+and check them. So a test can answer from memory and another backend from its own storage.
 """
 
 import os
