@@ -10,13 +10,19 @@ than something else: when all are damaged the run stops, and a step that was ask
 """
 
 from abc import abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer import run_changes
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
-from torchtitan.components.checkpointer.errors import CheckpointDamagedError
+from torchtitan.components.checkpointer.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointReadError,
+)
 from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.history import renames
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
@@ -33,6 +39,20 @@ from torchtitan.components.checkpointer.source import (
 from torchtitan.components.checkpointer.source_text import what_leaves
 from torchtitan.components.checkpointer.state import TRAIN_STATE
 from torchtitan.tools.logging import logger
+
+
+@contextmanager
+def _looking_into(folder: str) -> Generator[None]:
+    """Let a disk that does not answer be told as what it is, which is no word about a checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise  # one of them is a FileNotFoundError
+    except OSError as error:
+        raise CheckpointReadError(
+            f"The checkpoints in {folder} cannot be looked at: {error}. That says nothing about them; see "
+            "to the disk and start again."
+        ) from error
 
 
 class Starting(FolderView):
@@ -70,12 +90,14 @@ class Starting(FolderView):
 
     def _has_export(self, last_step: int) -> bool:
         """Whether the weights after ``last_step`` or a later step are there and not known to be damaged."""
-        own = self._own_folder()
-        step = own.export_step()
-        if step < last_step:
-            return False
-        path = own.step_paths[step]
-        damage = "" if Verify(self.verify) is Verify.OFF else damage_of(path, step, self._storage)
+        with _looking_into(self.folder):
+            own = self._own_folder()
+            step = own.export_step()
+            if step < last_step:
+                return False
+            path = own.step_paths[step]
+            is_off = Verify(self.verify) is Verify.OFF
+            damage = "" if is_off else damage_of(path, step, self._storage)
         if damage:
             # The training state before it is still there, so the steps after that make it once more.
             logger.warning(
@@ -129,8 +151,9 @@ class Starting(FolderView):
         counts_on = TRAIN_STATE not in self.exclude_from_loading
 
         def decide() -> tuple[Start, int, str]:
-            own = self._own_folder()
-            start = find_start(request, own, self._finder())
+            with _looking_into(self.folder):
+                own = self._own_folder()
+                start = find_start(request, own, self._finder())
             step = start.source.step or 0 if start.source is not None and counts_on else 0
             is_moved = renames(self._storage, self.folder)
             leaving = "" if self.load_only else what_leaves(own, step, is_moved=is_moved)
