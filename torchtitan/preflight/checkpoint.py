@@ -13,7 +13,13 @@ from torchtitan.components.checkpointer import (
 )
 from torchtitan.components.checkpointer.discovery import Finder, OwnFolder
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointError
-from torchtitan.components.checkpointer.formats import CheckpointFiles, finder, Format
+from torchtitan.components.checkpointer.formats import (
+    CheckpointFiles,
+    finder,
+    Format,
+    marker_folders,
+)
+from torchtitan.components.checkpointer.history import REPLACED, SUPERSEDED
 from torchtitan.components.checkpointer.source import (
     damage_of,
     falls_back,
@@ -145,6 +151,8 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
     where = finder(chosen, CheckpointFiles(), _STATE_KEYS)
     try:
         own = where.look_into(folder)
+        if not checkpoint.load_only and config.comm.mode == "default":
+            yield from _obstacles(own)
         if checkpoint.load_step == -1 and _is_finished(config, own):
             return
         _require_readable(chosen, request, own, where)
@@ -155,6 +163,24 @@ def _source_problems(config: Trainer.Config, folder: str, chosen: Format) -> Ite
             f"--checkpoint.folder {folder} cannot be read ({error.filename or folder}: "
             f"{error.strerror or error}); make it readable or choose another one."
         )
+
+
+def _obstacles(own: OwnFolder) -> Iterator[str]:
+    """What a save would stop at, each time it is tried again."""
+    for name in (SUPERSEDED, REPLACED):
+        path = filesystem.join(own.path, name)
+        if os.path.lexists(path) and not os.path.isdir(path):
+            yield (
+                f"--checkpoint.folder {own.path} holds {name}, which is no folder, and checkpoints are put "
+                "aside into one of this name; move it away."
+            )
+    for name in sorted(own.unfinished):
+        path = filesystem.join(own.path, name)
+        if found := marker_folders(CheckpointFiles(), path):
+            yield (
+                f"--checkpoint.folder {own.path} holds {name} with {', '.join(found)} as a folder, where a "
+                f"checkpoint has a file; move {path} away."
+            )
 
 
 def _is_finished(config: Trainer.Config, own: OwnFolder) -> bool:

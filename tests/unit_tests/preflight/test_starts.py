@@ -274,3 +274,19 @@ def test_links_that_lead_nowhere_stop_the_run_before_a_rank_starts(
     (tmp_path / "away").rename(tmp_path / "unmounted")
     (problem,) = problems(config, 2)
     assert f"{path} -> {tmp_path}/away" in problem and "Mount what they lead to" in problem
+
+
+def test_what_every_save_would_stop_at_is_told_before_a_rank_starts(
+    config: Trainer.Config, own: Path, chosen: Format
+) -> None:
+    path = Path(put(own, 7, FULL, chosen))
+    (path / chosen.marker).unlink()
+    (path / chosen.marker).mkdir()
+    for name in ("superseded", "replaced"):
+        (own / "checkpoint" / name).touch()
+    found = problems(config, 2)
+    assert len(found) == 3
+    for problem, name in zip(found, ("superseded", "replaced", "step-7"), strict=True):
+        assert f"{own}/checkpoint holds {name}" in problem and "away" in problem
+    config.checkpoint.load_only = True
+    assert problems(config, 2) == []

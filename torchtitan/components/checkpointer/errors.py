@@ -48,5 +48,11 @@ def cause_of(error: BaseException) -> str:
     """What went wrong, in short: DCP's error holds that of each rank that failed, with its stack."""
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
-        return repr(error)
-    return "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(failures.items()))
+        return _said(error)
+    return "; ".join(f"rank {rank}: {_said(it)}" for rank, (it, _) in sorted(failures.items()))
+
+
+def _said(error: BaseException) -> str:
+    # Its repr leaves the path out.
+    is_of_a_path = isinstance(error, OSError) and error.filename is not None
+    return f"{type(error).__name__}({error})" if is_of_a_path else repr(error)

@@ -77,6 +77,11 @@ MARKERS = (MANIFEST, *(each.marker for each in FORMATS), HF_MARKER)
 """A deletion begins with these files: first the commit record, then what makes a directory complete."""
 
 
+def marker_folders(storage: CheckpointStorage, path: str) -> list[str]:
+    """The directories in ``path`` that have the name of a marker, so that it can get none."""
+    return [name for name in MARKERS if storage.isdir(f"{path}/{name}")]
+
+
 class CheckpointFiles(FilesystemStorage):
     """Files and folders, of which the markers go first when a checkpoint is deleted."""
 

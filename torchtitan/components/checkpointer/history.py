@@ -44,7 +44,7 @@ def renames(storage: MovingStorage, folder: str) -> bool:
 def supersede(storage: MovingStorage, folder: str, path: str) -> str:
     """Move the checkpoint ``path`` of ``folder`` aside; returns where it is now."""
     name = _name_of(path)
-    parent = filesystem.join(folder, SUPERSEDED)
+    parent = _room(storage, folder, SUPERSEDED)
     target, copies = filesystem.join(parent, name), 1
     while storage.isdir(target):
         copies += 1
@@ -120,7 +120,7 @@ def is_replacing(storage: MovingStorage, path: str) -> bool:
 
 def put_aside(storage: MovingStorage, folder: str, path: str) -> str:
     """Move ``path``, whose step is to be saved again, into ``replaced/``; returns where it is now."""
-    target = filesystem.join(filesystem.join(folder, REPLACED), _name_of(path))
+    target = filesystem.join(_room(storage, folder, REPLACED), _name_of(path))
     if storage.isdir(target):
         # What should have been deleted there; nothing is ever moved onto something.
         return supersede(storage, folder, path)
@@ -130,6 +130,17 @@ def put_aside(storage: MovingStorage, folder: str, path: str) -> str:
 
 def _is_in(folder: str, path: str) -> bool:
     return path == filesystem.join(folder, _name_of(path))
+
+
+def _room(storage: MovingStorage, folder: str, name: str) -> str:
+    """The path of ``name`` in ``folder``, if checkpoints can be moved into it."""
+    path = filesystem.join(folder, name)
+    if storage.isfile(path):
+        raise CheckpointReadError(
+            f"{path} is a file, and checkpoints are put aside into a folder of this name. Move the file "
+            "away and start again."
+        )
+    return path
 
 
 def _name_of(path: str) -> str:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.discovery import find_steps, require_no_lost_links
+from torchtitan.components.checkpointer.errors import CheckpointReadError
 from torchtitan.components.checkpointer.folder_view import FolderView
+from torchtitan.components.checkpointer.formats import marker_folders
 from torchtitan.components.checkpointer.history import (
     free_name,
     put_aside,
@@ -97,6 +99,11 @@ class Housekeeping(FolderView):
             require_no_lost_links(self._storage, [path])
             return []
         if not self._finder().is_complete_for_any(path):
+            if found := marker_folders(self._storage, path):
+                raise CheckpointReadError(
+                    f"{path} holds {', '.join(found)} as a folder, where a checkpoint has a file. That is "
+                    "no save that died, so it is not deleted. Move it away and start again."
+                )
             self._remove(path)
             return []
         is_own = self._loaded_step is not None or path in self._saved_paths
