@@ -76,6 +76,11 @@ def load_plain(
 ) -> Any:
     """The value that ``torch.save`` wrote, if it is data.
 
+    One class of torch's own list does something when it is made: a mesh of ranks, which sharded tensors
+    hold, sets up process groups if a pickle calls it, as no pickle of torch does. Nothing is run by that,
+    but a rank may wait for others until the time for loading is over. Torch has one list for the whole
+    process and no hook for a call, so a stand-in would change every other load in it as well.
+
     Args:
         what: names the file, or the entry and the file, for the error.
         is_checked: whether the bytes have passed their digest; those of a ``CheckedFile`` always have.
