@@ -127,7 +127,8 @@ def start_everywhere(folder: Path, way: Way) -> dict[str, tuple[str, str, int]]:
     if dist.get_rank() == 0:
         for step in (1, 2):
             shutil.copytree(full / f"step-{step}", died / way.unfinished(step))
-            (died / way.unfinished(step) / way.format.marker).unlink()
+            for name in (way.format.marker, "manifest.json"):  # which come last
+                (died / way.unfinished(step) / name).unlink()
     dist.barrier()
     given = full / "step-1"
     return {
