@@ -9,6 +9,7 @@ ranks before it changes any object.
 """
 
 import io
+import itertools
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from torchtitan.components.checkpointer.contents import contents_of, StoredTensor, value_of
 from torchtitan.components.checkpointer.dcp_index import MARKER, read_index
 from torchtitan.components.checkpointer.errors import (
     cause_of,
@@ -32,6 +34,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointReadError,
 )
 from torchtitan.components.checkpointer.integrity.verification import Verification
+from torchtitan.components.checkpointer.parts import Part, read_parts
 from torchtitan.components.checkpointer.screening import (
     fault_of_good_bytes,
     is_of_the_machine,
@@ -182,7 +185,34 @@ class VerifyingReader(FileSystemReader):
             plan.items, key=lambda it: (places[id(it)].relative_path, places[id(it)].offset)
         )
         self._entries = {id(places[id(item)]): item.storage_index.fqn for item in plan.items}
-        return super().read_data(replace(plan, items=in_order), planner)
+        left: list[ReadItem] = []
+        for path, items in itertools.groupby(in_order, lambda it: places[id(it)].relative_path):
+            with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:
+                left += [item for item in items if not self._read(item, stream, planner)]
+        return super().read_data(replace(plan, items=left), planner)
+
+    def _read(self, item: ReadItem, stream: Any, planner: LoadPlanner) -> bool:
+        """Read ``item`` without what DCP does for it; False if only DCP can."""
+        info = self.storage_data[item.storage_index]
+        if info.transform_descriptors:
+            return False
+        self._files.entry = item.storage_index.fqn
+        entry = _Entry(stream, info.offset, info.length)
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(entry.read()))
+            return True
+        source = contents_of(entry)
+        if not isinstance(source, StoredTensor) or not _is_in(item, source):
+            return False
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            return False
+        if target.numel():
+            first = sum(a * b for a, b in zip(item.storage_offsets, source.stride, strict=True))
+            begin = info.offset + source.begin_byte + first * source.dtype.itemsize
+            read_parts(stream, [Part(begin, source, tuple(item.lengths), target)])
+        planner.commit_tensor(item, target)
+        return True
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         # DCP's own step from one entry to the next.
@@ -192,6 +222,40 @@ class VerifyingReader(FileSystemReader):
     def file_of(self, item: ReadItem) -> str:
         """The path of the file that ``item`` is read from."""
         return f"{os.fspath(self.path)}/{self.storage_data[item.storage_index].relative_path}"
+
+
+class _Entry:
+    """One entry of an open file, as a file."""
+
+    def __init__(self, stream: Any, begin_byte: int, size_bytes: int) -> None:
+        self._stream, self._begin_byte, self._size_bytes = stream, begin_byte, size_bytes
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return self._stream.seekable()
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}
+        self._position = max(origins[whence] + offset, 0)
+        return self._position
+
+    def read(self, size: int = -1, /) -> bytes:
+        left = max(self._size_bytes - self._position, 0)
+        self._stream.seek(self._begin_byte + self._position)
+        found = self._stream.read(left if size < 0 else min(size, left))
+        self._position += len(found)
+        return found
+
+
+def _is_in(item: ReadItem, source: StoredTensor) -> bool:
+    """Whether what is wanted lies in the tensor that is there."""
+    return len(item.storage_offsets) == len(item.lengths) == len(source.size) and all(
+        at >= 0 and length >= 0 and at + length <= size
+        for at, length, size in zip(item.storage_offsets, item.lengths, source.size, strict=True)
+    )
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
@@ -209,6 +273,9 @@ class PlainLoadPlanner(DefaultLoadPlanner):
             CheckpointReadError: this program does not take what was saved.
         """
         key = read_item.dest_index.fqn
-        what = f"The entry {key} of {self._reader.file_of(read_item)}"
-        loaded = load_plain(value, what, "cpu", is_checked=self._reader.checks_all)
+        loaded = value_of(value)
+        if loaded is None:
+            value.seek(0)
+            what = f"The entry {key} of {self._reader.file_of(read_item)}"
+            loaded = load_plain(value, what, "cpu", is_checked=self._reader.checks_all)
         set_element(self.original_state_dict, self.mappings[key], loaded)

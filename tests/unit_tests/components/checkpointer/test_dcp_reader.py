@@ -3,6 +3,7 @@
 import errno
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -309,3 +310,54 @@ def test_what_is_read_without_a_start_is_checked_as_well(tmp_path: Path) -> None
             {"scale": torch.zeros(1)}, str(step), from_hf=False, from_quantized=False
         )
     run.manager.close()
+
+
+@pytest.mark.parametrize("verify", Verify)
+@pytest.mark.parametrize("kind", ["alike", "another dtype", "turned", "odd"])
+def test_tensors_get_to_their_places_in_any_layout(
+    tmp_path: Path, verify: Verify, kind: str
+) -> None:
+    saved = torch.arange(24.0).view(4, 6)
+    state = {"a": saved.to(torch.float8_e4m3fn) if kind == "odd" else saved, "none": saved[:0]}
+    path = save_alone(tmp_path / "step-1", state)
+    targets = {
+        "alike": torch.zeros(4, 6),
+        "another dtype": torch.zeros(4, 6, dtype=torch.float64),
+        "turned": torch.zeros(6, 4).t(),
+        "odd": torch.zeros(4, 6).to(torch.float8_e4m3fn),
+    }
+    wanted = {"a": targets[kind], "none": torch.zeros(0, 6)}
+    reading = reading_through(Verification(str(path), verification_of(path).manifest, verify))
+    torch_dcp.load(wanted, checkpoint_id=str(path), no_dist=True, **reading)
+    assert torch.equal(wanted["a"].to(torch.float64), state["a"].to(torch.float64))
+
+
+@pytest.mark.parametrize("place", [(2, 1), (1, 2), (0, 0)])
+def test_a_part_is_read_from_its_place_and_only_from_within(tmp_path: Path, place: Any) -> None:
+    saved = torch.arange(24.0).view(4, 6)
+    path = save_alone(tmp_path / "step-1", {"a": saved})
+    wanted = torch.zeros(2, 5)
+
+    class OfAPart(PlainLoadPlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            [item] = plan.items
+            lengths = wanted.size()
+            part = replace(item, storage_offsets=torch.Size(place), lengths=lengths)
+            return replace(plan, items=[part])
+
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return wanted
+
+    reader = VerifyingReader(verification_of(path))
+    planner = OfAPart(reader)
+    if place == (1, 2):
+        with pytest.raises(torch_dcp.CheckpointException):
+            torch_dcp.load(
+                {"a": torch.zeros(4, 6)}, storage_reader=reader, planner=planner, no_dist=True
+            )
+        assert not wanted.any()
+        return
+    torch_dcp.load({"a": torch.zeros(4, 6)}, storage_reader=reader, planner=planner, no_dist=True)
+    row, column = place
+    assert torch.equal(wanted, saved[row : row + 2, column : column + 5])

@@ -51,7 +51,9 @@ class CheckedFile(io.RawIOBase):
         self._on_checked = on_checked
         self._position = 0
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
-        self._piece_bytes = _PIECE_BYTES if isinstance(raw, io.FileIO) else BLOCK_BYTES
+        is_local = isinstance(raw, (io.FileIO, io.BufferedReader))
+        # Takes what nobody asked for; it is as long as what is read at once.
+        self._scratch = memoryview(bytearray(_PIECE_BYTES if is_local else BLOCK_BYTES))
         raw.seek(0, io.SEEK_END)
         size = raw.tell()
         if size != digest.size_bytes:
@@ -182,7 +184,7 @@ class CheckedFile(io.RawIOBase):
 
     def _begin_block(self, index: int) -> "_PassingBlock":
         return _PassingBlock(
-            self._raw, self.name, self._digest, index, self._piece_bytes, self._on_checked
+            self._raw, self.name, self._digest, index, self._scratch, self._on_checked
         )
 
 
@@ -195,7 +197,7 @@ class _PassingBlock:
         name: str,
         digest: FileDigest,
         index: int,
-        piece_bytes: int,
+        scratch: memoryview,
         on_checked: Callable[[int], None] | None,
     ) -> None:
         self.index = index
@@ -203,7 +205,7 @@ class _PassingBlock:
         self.at = self.start
         """The next byte of the file."""
         self._raw, self._name, self._digest = raw, name, digest
-        self._piece_bytes, self._on_checked = piece_bytes, on_checked
+        self._scratch, self._on_checked = scratch, on_checked
         self._hash = xxh3_64()
         raw.seek(self.start)
 
@@ -211,7 +213,7 @@ class _PassingBlock:
         """Fill ``target`` with what comes next."""
         done = 0
         while done < len(target):
-            count = self._raw.readinto(target[done : done + self._piece_bytes])
+            count = self._raw.readinto(target[done : done + len(self._scratch)])
             if not count:
                 raise CheckpointDamagedError(
                     f"{self._name} is damaged: expected {self._digest.size_bytes} bytes, it ends "
@@ -223,10 +225,8 @@ class _PassingBlock:
 
     def skip(self, place: int) -> None:
         """Read on up to ``place``."""
-        if place > self.at:
-            scratch = memoryview(bytearray(min(place - self.at, self._piece_bytes)))
-            while place > self.at:
-                self.take(scratch[: place - self.at])
+        while place > self.at:
+            self.take(self._scratch[: place - self.at])
 
     def finish(self) -> None:
         """Read the rest and compare the digest."""

@@ -32,6 +32,7 @@ from torch_checkpointing.dtensor_metadata import DTensorShardingMetadata
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 
 from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
+from torchtitan.components.checkpointer.contents import contents_of
 from torchtitan.components.checkpointer.errors import (
     cause_of,
     CheckpointDamagedError,
@@ -50,7 +51,6 @@ from torchtitan.components.checkpointer.state import (
     require_known,
     TRAIN_STATE,
 )
-from torchtitan.components.checkpointer.tc.contents import contents_of
 from torchtitan.components.checkpointer.tc.faults import fault
 from torchtitan.components.checkpointer.tc.index import MARKER
 from torchtitan.components.checkpointer.tc.leaves import leaves, name_of, Nested, path_of

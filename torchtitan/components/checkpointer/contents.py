@@ -5,7 +5,7 @@ tensor. Here the pickle gets stand-ins, which make records and nothing else, so 
 itself. This is the short way and not the judge: of what it does not know, be that damage or code, it
 says nothing, and the long way (screening.py) takes it or says what is wrong with it.
 
-    reading.py (values), resharder.py (places of tensors) -> contents_of, or None -> load_plain
+    tc/reading.py, dcp_reader.py (values), parts.py (places of tensors) -> contents_of, or None -> load_plain
 """
 
 import collections
@@ -67,6 +67,11 @@ def contents_of(stream: Any, leaf: Callable[[StoredTensor], Any] = lambda it: it
     except Exception:
         # Whatever it is, the long way meets it as well and says what it is.
         return None
+
+
+def value_of(stream: Any) -> Any | None:
+    """What was saved, if it is neither a tensor nor holds one; None otherwise, and for None."""
+    return contents_of(stream, _refuse)
 
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, StoredTensor]]:

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_checkpointing.resharding import LoadPlan
-from torchtitan.components.checkpointer.tc.contents import contents_of, named_tensors, StoredTensor
-from torchtitan.components.checkpointer.tc.slices import read_into
-from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
+from torchtitan.components.checkpointer.contents import (
+    _known,
+    contents_of,
+    named_tensors,
+    StoredTensor,
+    value_of,
+)
 
 
 def saved(tree: Any) -> io.BytesIO:
@@ -78,12 +82,16 @@ def test_code_is_not_run(tmp_path: Path) -> None:
 
 
 def with_pickle(content: bytes) -> io.BytesIO:
-    """A file of torch.save with another pickle in it."""
+    """A file of torch.save with another pickle in it, beside one storage of three numbers."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(saved({"a": torch.zeros(3)})) as old, zipfile.ZipFile(stream, "w") as new:
-        for name in old.namelist():
-            if not name.startswith("archive/data/"):
-                new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
+    writer = torch._C.PyTorchFileWriter(stream)
+    for name, record in (
+        ("data.pkl", content),
+        ("byteorder", sys.byteorder.encode()),
+        ("data/0", torch.ones(3).numpy().tobytes()),
+    ):
+        writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
     return stream
 
 
@@ -103,9 +111,10 @@ def with_pickle(content: bytes) -> io.BytesIO:
     ],
 )
 def test_what_is_not_known_is_not_told(opcodes: bytes) -> None:
-    before = torch._utils._rebuild_tensor_v2.__defaults__
+    stand_in = _known()["torch.distributed.device_mesh", "DeviceMesh"]
+    before = torch._utils._rebuild_tensor_v2.__defaults__, dict(vars(stand_in))
     assert contents_of(with_pickle(opcodes)) is None
-    assert torch._utils._rebuild_tensor_v2.__defaults__ == before
+    assert (torch._utils._rebuild_tensor_v2.__defaults__, dict(vars(stand_in))) == before
     assert contents_of(with_pickle(pickle.dumps(4, 2))) == 4
 
 
@@ -117,10 +126,13 @@ def compressed(stream: io.BytesIO) -> io.BytesIO:
     return other
 
 
-def longer(stream: io.BytesIO) -> io.BytesIO:
-    """A record that is not as long as the storage that it should hold."""
-    content = stream.getvalue()
-    return io.BytesIO(content.replace(b"K\x03tq", b"K\x02tq"))
+def unmarked(stream: io.BytesIO) -> io.BytesIO:
+    """Packed anew, so that tensors lie elsewhere than where torch would put them."""
+    other = io.BytesIO()
+    with zipfile.ZipFile(stream) as old, zipfile.ZipFile(other, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return other
 
 
 class Ahead(io.BytesIO):
@@ -133,7 +145,7 @@ class Ahead(io.BytesIO):
     [
         compressed,
         lambda it: io.BytesIO(it.getvalue()[:-9]),
-        longer,
+        unmarked,
         lambda it: Ahead(it.getvalue()),
     ],
 )
@@ -158,72 +170,43 @@ def test_a_tensor_that_is_more_than_its_elements_is_left_to_torch(odd: torch.Ten
     assert contents_of(saved({"a": odd})) is None
 
 
-def plan(offsets: Any, src_offsets: Any, sizes: Any) -> LoadPlan:
-    return LoadPlan(
-        offsets=offsets,
-        sizes=sizes,
-        src_rank=0,
-        src_fqn="a",
-        src_offsets=src_offsets,
-        src_sizes=sizes,
-    )
+def test_a_value_holds_no_tensor() -> None:
+    assert value_of(saved({"a": [1, "b"]})) == {"a": [1, "b"]}
+    assert value_of(saved(torch.zeros(3))) is None
+    assert value_of(saved({"a": [torch.zeros(3)]})) is None
 
 
-@pytest.mark.parametrize(
-    "source,target",
-    [
-        (torch.arange(24.0).view(4, 6), torch.zeros(4, 6)),
-        (torch.arange(24.0).view(6, 4).t(), torch.zeros(4, 6)),
-        (torch.arange(24.0).view(4, 6), torch.zeros(6, 4).t()),
-        (torch.arange(24.0).view(4, 6), torch.zeros(4, 6, dtype=torch.float64)),
-        (torch.arange(48.0).view(4, 12)[:, ::2], torch.zeros(4, 12)[:, ::2]),
-        (torch.arange(24.0).view(6, 4).t(), torch.zeros(6, 4).t()),
-    ],
-    ids=["alike", "turned there", "turned here", "another dtype", "gaps", "turned both"],
-)
-@pytest.mark.parametrize(
-    "place",
-    [
-        ((0, 0), (0, 0), (4, 6)),
-        ((1, 0), (2, 0), (2, 6)),
-        ((1, 2), (2, 1), (2, 3)),
-        ((3, 5), (0, 1), (1, 1)),
-    ],
-)
-def test_parts_get_to_their_places_in_any_layout(
-    tmp_path: Path, source: torch.Tensor, target: torch.Tensor, place: Any
-) -> None:
-    torch.save({"a": source}, tmp_path / "model_0.pt")
-    target = target.clone(memory_format=torch.preserve_format)
-    expected = target.clone()
-    here, there, sizes = place
-    cut = [
-        tuple(slice(at, at + size) for at, size in zip(it, sizes, strict=True))
-        for it in (here, there)
-    ]
-    expected[cut[0]] = source[cut[1]].to(target.dtype)
-    storage = DurableStorageConfig().create_storage()
-    assert read_into({("a",): target}, [(("a",), plan(*place))], tmp_path / "model_0.pt", storage)
-    assert torch.equal(target, expected)
+def described(storage: Any, *rest: Any) -> io.BytesIO:
+    """A file with a tensor that is described like this."""
+    stream = io.BytesIO()
+
+    class Tensor:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (Storage(), *rest, False, OrderedDict())
+
+    class Storage:
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return storage if isinstance(obj, Storage) else None
+
+    Pickler(stream, protocol=2).dump(Tensor())
+    return with_pickle(stream.getvalue())
 
 
-def test_what_lies_aside_is_bounded_and_all_of_it_arrives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchtitan.components.checkpointer.tc.slices._ASIDE_BYTES", 1)
-    torch.save({"a": torch.arange(12.0)}, tmp_path / "model_0.pt")
-    target = torch.zeros(12, dtype=torch.float64)
-    plans = [(("a",), plan((at,), (at,), (3,))) for at in (9, 0, 6, 3)]
-    storage = DurableStorageConfig().create_storage()
-    assert read_into({("a",): target}, plans, tmp_path / "model_0.pt", storage)
-    assert target.tolist() == list(range(12))
+STORAGE = ("storage", torch.FloatStorage, "0", "cpu", 3)
 
 
-def test_a_part_outside_of_its_tensor_is_an_error(tmp_path: Path) -> None:
-    torch.save({"a": torch.arange(12.0)}, tmp_path / "model_0.pt")
-    storage = DurableStorageConfig().create_storage()
-    plans = [(("a",), plan((0,), (10,), (3,)))]
-    with pytest.raises(ValueError, match="out of bounds"):
-        read_into({("a",): torch.zeros(12)}, plans, tmp_path / "model_0.pt", storage)
-    contents = contents_of((tmp_path / "model_0.pt").open("rb"))
-    assert contents is not None and isinstance(contents["a"], StoredTensor)
+def test_a_tensor_is_told_as_far_as_its_storage_goes() -> None:
+    found = contents_of(described(STORAGE, 1, (2,), (1,)))
+    assert isinstance(found, StoredTensor) and found.size == (2,)
+    assert contents_of(described(STORAGE, 1, (3,), (1,))) is None
+    assert contents_of(described(STORAGE, 0, (2,), (3,))) is None
+    assert contents_of(described(STORAGE, -1, (2,), (1,))) is None
+    assert contents_of(described(STORAGE, 0, (-2, -1), (1, 1))) is None
+    assert contents_of(described(STORAGE, 0, (2, 1), (1,))) is None
+    assert contents_of(described((*STORAGE[:4], 2), 0, (2,), (1,))) is None
+    assert contents_of(described((*STORAGE[:4], 4), 0, (2,), (1,))) is None
+    assert contents_of(described(("other", *STORAGE[1:]), 0, (2,), (1,))) is None
+    assert contents_of(described((*STORAGE[:2], "1", "cpu", 3), 0, (2,), (1,))) is None
