@@ -5,7 +5,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
-from torchtitan.components.checkpointer.errors import CheckpointReadError
 from torchtitan.components.checkpointer.integrity.manifest import head_of
 
 from tests.ranks import bare_dcp_reader
 from tests.ranks.pool import run_on_ranks
+from tests.ranks.trouble import as_saved, load_in_trouble, noted_collectives
+from tests.unit_tests.components.checkpointer.recomputed import require_true
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of
-from tests.unit_tests.components.checkpointer.test_dcp_manifest import require_true
-from tests.unit_tests.components.checkpointer.test_dcp_reader import objects_of
 from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, PINNED
 
 pytestmark = pytest.mark.ranks
@@ -43,17 +41,6 @@ def save_in_each_mode(folder: Path) -> Any:
     return snapshots[0]
 
 
-def as_saved(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """What of ``snapshot`` a checkpoint holds, under the names that it has there."""
-    prefixes = {"model.": "", "optimizer.": "optimizer.", "progress.": "train_state.inner."}
-    return {
-        there + name.removeprefix(here): value
-        for here, there in prefixes.items()
-        for name, value in snapshot.items()
-        if name.startswith(here)
-    }
-
-
 def test_torch_alone_reads_what_every_mode_writes_and_the_manifest_tells_of_all_of_it(
     tmp_path: Path,
 ) -> None:
@@ -65,7 +52,7 @@ def test_torch_alone_reads_what_every_mode_writes_and_the_manifest_tells_of_all_
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for step, found in json.loads(output).items():
         num_ranks = steps[step]
-        wanted = json.loads(json.dumps(as_saved(snapshots[num_ranks])))
+        wanted = json.loads(json.dumps(as_saved(snapshots[num_ranks], model_prefix="")))
         assert len(wanted) > 20
         assert {name: found.get(name) for name in wanted} == wanted
         manifest = require_true(Path(step))
@@ -82,26 +69,11 @@ COLLECTIVES = [
 
 
 def collectives_of_a_save(path: Path, *, with_manifest: bool) -> list[str]:
-    called: list[str] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        real = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return real(*args, **kwargs)
-
-        return call
-
     head = head_of(1, "full", "dcp", 2, None) if with_manifest else None
     writer = DurableFileSystemWriter(str(path), head=head)
     state = {"w": torch.ones(3), f"of_{dist.get_rank()}": torch.ones(2)}
-    patches = [patch.object(dist, name, noted(name)) for name in COLLECTIVES]
-    for each in patches:
-        each.start()
-    torch_dcp.save(state, storage_writer=writer, checkpoint_id=str(path))
-    for each in patches:
-        each.stop()
+    with noted_collectives(COLLECTIVES) as called:
+        torch_dcp.save(state, storage_writer=writer, checkpoint_id=str(path))
     return called
 
 
@@ -151,31 +123,10 @@ def trouble_on_rank_1(trouble: str) -> Any:
     return patch.object(Path, "open", other_open)
 
 
-def load_in_trouble(folder: Path) -> Any:
-    """For each trouble: what is raised, whether all objects are the same, and a load without it."""
-    first = build_run(folder)
-    first.train(2)
-    first.manager.close()
-    outcomes = []
-    for trouble in TROUBLES:
-        run = build_run(folder, seed=3)
-        before = objects_of(run)
-        told = ("", "nothing was raised")
-        with trouble_on_rank_1(trouble):
-            try:
-                run.manager.load(2)
-            except CheckpointReadError as error:
-                told = (type(error).__name__, str(error))
-        is_same = objects_of(run) == before
-        # The ranks must still be in step, and go on with what is good.
-        dist.all_reduce(torch.ones(1))
-        outcomes.append((*told, is_same, run.manager.load(1) and run.step == 1))
-        run.manager.close()
-    return outcomes
-
-
 def test_what_one_rank_finds_all_ranks_raise_before_an_object_changes(tmp_path: Path) -> None:
-    first, second = run_on_ranks(2, load_in_trouble, tmp_path)
+    first, second = run_on_ranks(
+        2, load_in_trouble, tmp_path, DISABLED, list(TROUBLES), trouble_on_rank_1
+    )
     assert first == second
     step = str(tmp_path / "checkpoint/step-2")
     for (name, file), (found, text, is_same, is_loaded) in zip(

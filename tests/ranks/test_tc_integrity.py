@@ -5,7 +5,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from torchtitan.components.checkpointer.tc.storage import DurableStorage
 
 from tests.ranks import bare_tc_reader
 from tests.ranks.pool import run_on_ranks
+from tests.ranks.trouble import as_saved, load_in_trouble, noted_collectives
 from tests.unit_tests.components.checkpointer.recomputed import require_true
-from tests.unit_tests.components.checkpointer.runs import build_run, message_of, Run
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of
 from tests.unit_tests.components.checkpointer.ways import stager_of, TC, TC_WAITING
 
 pytestmark = pytest.mark.ranks
@@ -49,17 +49,6 @@ def save_in_each_way(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return snapshots[0], left
 
 
-def as_saved(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """What of ``snapshot`` a checkpoint holds, under the names that it has there."""
-    prefixes = {"model.": "model.", "optimizer.": "optimizer.", "progress.": "train_state.inner."}
-    return {
-        there + name.removeprefix(here): value
-        for here, there in prefixes.items()
-        for name, value in snapshot.items()
-        if name.startswith(here)
-    }
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, dict[str, Any]]]:
     """By number of ranks: where they have saved, what they had at step 2."""
@@ -81,7 +70,7 @@ def test_the_library_alone_reads_what_is_written_in_every_way(saved: Any) -> Non
     command = [sys.executable, "-P", bare_tc_reader.__file__, *snapshots]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for step, found in json.loads(output).items():
-        wanted = json.loads(json.dumps(as_saved(snapshots[step])))
+        wanted = json.loads(json.dumps(as_saved(snapshots[step], model_prefix="model.")))
         assert len(wanted) > 20
         assert {name: found.get(name) for name in wanted} == wanted
 
@@ -109,29 +98,14 @@ def test_the_manifest_tells_what_a_save_is_and_what_every_rank_has_written(
 
 def collectives_of_a_save(folder: Path, *, with_manifest: bool) -> list[str]:
     """The collectives of the second save of a run that waits for it."""
-    called: list[str] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        real = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return real(*args, **kwargs)
-
-        return call
-
     run = build_run(folder, **TC_WAITING.settings)
     if not with_manifest:
         run.manager._head_of = lambda *given, **more: None
     run.train(1)
     run.train(2, save=False)
     names = ("all_gather_object", "broadcast_object_list", "gather_object", "barrier", "all_gather")
-    patches = [patch.object(dist, name, noted(name)) for name in names]
-    for each in patches:
-        each.start()
-    run.manager.save(2)
-    for each in patches:
-        each.stop()
+    with noted_collectives(names) as called:
+        run.manager.save(2)
     run.manager.close()
     return called
 
@@ -181,37 +155,10 @@ def trouble_on_rank_1(trouble: str) -> Any:
     return patch.object(DurableStorage, "_open_for_read", other_open) if is_here else nullcontext()
 
 
-def objects_of(run: Run) -> dict[str, Any]:
-    """What of a run is no tensor."""
-    found = run.snapshot()
-    return {name: value for name, value in found.items() if not isinstance(value, tuple)}
-
-
-def load_in_trouble(folder: Path) -> Any:
-    """For each trouble: what is raised, whether all objects are the same, and a load without it."""
-    first = build_run(folder, **TC_WAITING.settings)
-    first.train(2)
-    first.manager.close()
-    outcomes = []
-    for trouble in TROUBLES:
-        run = build_run(folder, seed=3, **TC_WAITING.settings)
-        before = objects_of(run)
-        told = ("", "nothing was raised")
-        with trouble_on_rank_1(trouble):
-            try:
-                run.manager.load(2)
-            except CheckpointReadError as error:
-                told = (type(error).__name__, str(error))
-        is_same = objects_of(run) == before
-        # The ranks must still be in step, and go on with what is good.
-        dist.all_reduce(torch.ones(1))
-        outcomes.append((*told, is_same, run.manager.load(1) and run.step == 1))
-        run.manager.close()
-    return outcomes
-
-
 def test_what_one_rank_finds_all_ranks_raise_before_an_object_changes(tmp_path: Path) -> None:
-    first, second = run_on_ranks(2, load_in_trouble, tmp_path)
+    first, second = run_on_ranks(
+        2, load_in_trouble, tmp_path, TC_WAITING, list(TROUBLES), trouble_on_rank_1
+    )
     assert first == second
     step = str(tmp_path / "checkpoint/step-2")
     for (name, words), (found, text, is_same, is_loaded) in zip(

@@ -20,6 +20,8 @@ from typing import Any, cast, IO
 
 import torch
 
+from torchtitan.components.checkpointer.stand_ins import Closed, stand_in
+
 # Where torch puts the first byte of each tensor: at a multiple of this, or of more.
 _ALIGNMENT_BYTES = 64
 _HEADER_BYTES = 30
@@ -143,19 +145,7 @@ def _refuse(tensor: StoredTensor) -> Any:
     raise ValueError(tensor)
 
 
-class _Closed(type):
-    """A class that takes no attribute, which a pickle may give to what it has on its stack."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise ValueError(name)
-
-
-def _stand_in(name: str, make: Callable[..., Any]) -> type:
-    """What a pickle gets in the place of a class or a function: it makes values and that is all."""
-    return _Closed(name, (), {"__slots__": (), "__new__": lambda cls, *args: make(*args)})
-
-
-class _Ignored(metaclass=_Closed):
+class _Ignored(metaclass=Closed):
     """What stands around a tensor in a layout; that is known from the index."""
 
     __slots__ = ()
@@ -205,8 +195,8 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-_WRAPPER = _stand_in("_rebuild_wrapper_subclass", _refuse)
-_DTENSOR = _stand_in("DTensor", _refuse)
+_WRAPPER = stand_in("_rebuild_wrapper_subclass", _refuse)
+_DTENSOR = stand_in("DTensor", _refuse)
 
 
 @functools.cache
@@ -233,15 +223,15 @@ def _known() -> dict[tuple[str, str], Any]:
         if isinstance(value, torch.dtype)
     }
     return {
-        **{name: _stand_in(name[1], lambda *args: _IGNORED) for name in around},
+        **{name: stand_in(name[1], lambda *args: _IGNORED) for name in around},
         **storages,
         **dtypes,
-        ("torch._utils", "_rebuild_tensor_v2"): _stand_in("_rebuild_tensor_v2", _tensor),
-        ("torch._tensor", "_rebuild_from_type_v2"): _stand_in("_rebuild_from_type_v2", _sharded),
+        ("torch._utils", "_rebuild_tensor_v2"): stand_in("_rebuild_tensor_v2", _tensor),
+        ("torch._tensor", "_rebuild_from_type_v2"): stand_in("_rebuild_from_type_v2", _sharded),
         ("torch._utils", "_rebuild_wrapper_subclass"): _WRAPPER,
         ("torch.distributed.tensor", "DTensor"): _DTENSOR,
         # How bytes are written.
-        ("_codecs", "encode"): _stand_in("encode", _bytes),
+        ("_codecs", "encode"): stand_in("encode", _bytes),
         # Classes in C, which take no attribute either.
         ("torch", "Size"): torch.Size,
         ("collections", "OrderedDict"): collections.OrderedDict,

@@ -18,7 +18,7 @@ import pathlib
 import pickle
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, IO
 
 import torch
@@ -40,8 +40,8 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointReadError,
 )
 from torchtitan.components.checkpointer.integrity.checked_file import CheckedFile
+from torchtitan.components.checkpointer.stand_ins import RULE, stand_in
 
-_RULE = "and a checkpoint holds data, not programs"
 _WHAT_TO_DO = (
     "Nothing of it was run. If it is damaged, move the checkpoint away and start again to resume from "
     "the one before it."
@@ -51,7 +51,7 @@ _NOT_DAMAGED = (
     "this program does not take what another one, or another version, has saved. A class of your "
     "program has to be allowed by torch.serialization.add_safe_globals before the load."
 )
-_ASKS = re.compile(rf"it asks for (\S+), {_RULE}")
+_ASKS = re.compile(rf"it asks for (\S+), {RULE}")
 # The second name is what Python 2 called its first module, and pickles still do.
 _LIBRARY = sys.stdlib_module_names | {"__builtin__"}
 _Refused = pickle.UnpicklingError
@@ -144,10 +144,10 @@ def _is_code(name: str) -> bool:
 def reason_of(error: Exception) -> str:
     """What is wrong with what ``torch.save`` wrote, without torch's advice to read it in spite of that."""
     text = str(error)
-    if isinstance(error, _Refused) and _RULE in text:
+    if isinstance(error, _Refused) and RULE in text:
         return text
     if asked := re.search(r"\bGLOBAL (\S+) ", text):
-        return f"it asks for {asked[1]}, {_RULE}"
+        return f"it asks for {asked[1]}, {RULE}"
     said = text.partition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
     return said.strip().rstrip(".") or repr(error)
 
@@ -256,25 +256,13 @@ def load_index(content: bytes, path: str, *, is_checked: bool = False) -> Metada
 def _fault_of_good_index(error: Exception, path: str) -> Exception:
     if is_of_the_machine(error):
         return error
-    if isinstance(error, _Refused) and _RULE in str(error) and not _ASKS.search(str(error)):
+    if isinstance(error, _Refused) and RULE in str(error) and not _ASKS.search(str(error)):
         return CheckpointDamagedError(f"The index {path} cannot be read: {error}. {_WHAT_TO_DO}")
     return fault_of_good_bytes(error, f"The index {path}")
 
 
-class _Closed(type):
-    """A class that takes no attribute, which a pickle may give to what it has on its stack."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise _Refused(f"it changes {cls.__name__}, {_RULE}")
-
-
-def _stand_in(name: str, make: Callable[..., Any]) -> type:
-    """What a pickle gets in the place of a class or a function: it makes values and that is all."""
-    return _Closed(name, (), {"__slots__": (), "__new__": lambda cls, *args: make(*args)})
-
-
 def _blank(real: type) -> type:
-    return _stand_in(real.__name__, lambda: object.__new__(real))
+    return stand_in(real.__name__, lambda: object.__new__(real))
 
 
 def _path(*parts: str) -> pathlib.PurePath:
@@ -282,13 +270,13 @@ def _path(*parts: str) -> pathlib.PurePath:
 
 
 _Encoding = dcp_metadata._MEM_FORMAT_ENCODING
-_ENCODING = _stand_in("_MEM_FORMAT_ENCODING", _Encoding)
+_ENCODING = stand_in("_MEM_FORMAT_ENCODING", _Encoding)
 
 
 def _member(owner: Any, name: str) -> Any:
     # Python 3.11 writes a member of an enum as getattr(its class, its name).
     if owner is not _ENCODING:
-        raise _Refused(f"it asks for builtins.getattr of something else than an encoding, {_RULE}")
+        raise _Refused(f"it asks for builtins.getattr of something else than an encoding, {RULE}")
     return _Encoding[name]
 
 
@@ -306,7 +294,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
         TensorStorageMetadata,
     ]
     paths = {
-        (module, name): _stand_in(name, _path)
+        (module, name): stand_in(name, _path)
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
     }
@@ -321,8 +309,8 @@ def _allowed() -> dict[tuple[str, str], Any]:
         (earlier, "TensorProperties"): _blank(TensorProperties),
         (ours, "_MEM_FORMAT_ENCODING"): _ENCODING,
         (earlier, "MEM_FORMAT_ENCODING"): _ENCODING,
-        ("builtins", "getattr"): _stand_in("getattr", _member),
-        ("torch.serialization", "_get_layout"): _stand_in(
+        ("builtins", "getattr"): stand_in("getattr", _member),
+        ("torch.serialization", "_get_layout"): stand_in(
             "_get_layout", torch.serialization._get_layout
         ),
         ("torch", "Size"): torch.Size,
@@ -338,7 +326,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         # By both names at once: with a dot in the second one, pickle would look inside a class.
         if (found := _ALLOWED.get((module_name, global_name))) is None:
-            raise _Refused(f"it asks for {module_name}.{global_name}, {_RULE}")
+            raise _Refused(f"it asks for {module_name}.{global_name}, {RULE}")
         return found
 
 

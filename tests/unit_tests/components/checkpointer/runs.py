@@ -162,3 +162,10 @@ def message_of(action: Callable[..., Any], *arguments: Any) -> str:
     except CheckpointSaveError as error:
         return str(error)
     return "nothing was raised"
+
+
+def objects_of(run: Run) -> Any:
+    """All that is restored through an object, as opposed to tensors that are filled."""
+    groups = [dict(group, params=None) for opt in run.optimizers for group in opt.param_groups]
+    schedules = run.lr_schedulers.state_dict()
+    return dict(run.dataloader.values), dict(run.progress.values), groups, schedules

@@ -9,51 +9,19 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchtitan.components.checkpointer import dcp_writer
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import cause_of, CheckpointSaveError
-from torchtitan.components.checkpointer.integrity import manifest as manifests
 from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES
-from torchtitan.components.checkpointer.integrity.manifest import (
-    head_of,
-    Manifest,
-    MANIFEST,
-    RunDescription,
-)
-from torchtitan.components.checkpointer.storage import FilesystemStorage
+from torchtitan.components.checkpointer.integrity.manifest import head_of, RunDescription
 from torchtitan.tools import filesystem
 
+from tests.unit_tests.components.checkpointer.recomputed import manifest_in, require_true
 from tests.unit_tests.components.checkpointer.runs import build_run
 from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, Way
 
 HEAD = head_of(7, "full", "dcp", 1, None)
-
-
-def manifest_of(step: Path) -> Manifest:
-    found = manifests.read(FilesystemStorage(), str(step))
-    assert found is not None
-    return found
-
-
-def digests_of(content: bytes) -> tuple[int, str, list[str]]:
-    """Size, digest of the whole and of each block, as the package itself computes them."""
-    blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
-    each = [xxhash.xxh3_64(block).hexdigest() for block in blocks]
-    return len(content), xxhash.xxh3_64(content).hexdigest(), each
-
-
-def require_true(step: Path) -> Manifest:
-    """Compare every file of the checkpoint with what its manifest says, and the other way round."""
-    found = manifest_of(step)
-    files = {path.name: path.read_bytes() for path in step.iterdir() if path.name != MANIFEST}
-    assert found.files.keys() == files.keys()
-    for name, content in files.items():
-        said = found.files[name]
-        blocks = [said.block_digest(index) for index in range(said.num_blocks)]
-        assert (said.size_bytes, said.xxh3_64, blocks) == digests_of(content), name
-    return found
 
 
 def save(path: Path, state: dict[str, Any], writer: DurableFileSystemWriter | None = None) -> None:
@@ -83,7 +51,7 @@ def test_a_last_save_of_everything_is_a_full_one(tmp_path: Path) -> None:
     run = build_run(tmp_path, last_save_model_only=False)
     run.train(1, last_step=1)
     run.manager.close()
-    assert manifest_of(tmp_path / "checkpoint/step-1").head.kind == "full"
+    assert manifest_in(tmp_path / "checkpoint/step-1").head.kind == "full"
 
 
 def test_files_of_many_blocks_have_a_digest_for_each(tmp_path: Path) -> None:

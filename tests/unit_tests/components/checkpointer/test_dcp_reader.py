@@ -24,7 +24,7 @@ from torchtitan.components.checkpointer.integrity.manifest import head_of
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
 from torchtitan.components.checkpointer.storage import FilesystemStorage
 
-from tests.unit_tests.components.checkpointer.runs import build_run, Run
+from tests.unit_tests.components.checkpointer.runs import build_run, objects_of
 from tests.unit_tests.components.checkpointer.test_screening import full_host
 
 DATA, INDEX, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
@@ -42,13 +42,6 @@ def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-
-
-def objects_of(run: Run) -> Any:
-    """All that is restored through an object, as opposed to tensors that are filled."""
-    groups = [dict(group, params=None) for opt in run.optimizers for group in opt.param_groups]
-    schedules = run.lr_schedulers.state_dict()
-    return dict(run.dataloader.values), dict(run.progress.values), groups, schedules
 
 
 def error_of_load(folder: Path, **settings: Any) -> CheckpointReadError:

@@ -17,11 +17,17 @@ from torchtitan.components.checkpointer.screening import (
 )
 
 
+def checks_all(storage: Any) -> bool:
+    """Whether ``storage`` hands out no byte that has not passed its digest."""
+    verification = getattr(storage, "verification", None)
+    return verification is not None and verification.is_full
+
+
 def fault(error: Exception, path: str, storage: Any = None) -> CheckpointReadError:
     """What reading the file or directory ``path`` of a checkpoint has failed with.
 
     Args:
-        storage: what it was read through; a ``CheckedStorage`` hands out no byte that has not passed.
+        storage: what it was read through.
     """
     if isinstance(error, CheckpointReadError):
         return error
@@ -30,8 +36,7 @@ def fault(error: Exception, path: str, storage: Any = None) -> CheckpointReadErr
             f"Could not read {path}: {error!r}. That says nothing about the checkpoint; see to the machine "
             "and start again."
         )
-    verification = getattr(storage, "verification", None)
-    if verification is not None and verification.is_full and not isinstance(error, NOT_THERE):
+    if checks_all(storage) and not isinstance(error, NOT_THERE):
         return fault_of_good_bytes(error, path)
     found = "is missing" if isinstance(error, NOT_THERE) else f"cannot be read: {error!r}"
     return CheckpointDamagedError(

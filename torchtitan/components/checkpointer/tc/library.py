@@ -42,6 +42,7 @@ from torchtitan.components.checkpointer.tc.background import Process, Saver, Sha
 from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.commit import GroupCommit
 from torchtitan.components.checkpointer.tc.exchange import Metadata
+from torchtitan.components.checkpointer.tc.faults import checks_all, fault
 from torchtitan.components.checkpointer.tc.index import MARKER
 from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
@@ -193,6 +194,8 @@ class PlainMetadata(TorchDistributedMetadataFormat):
         try:
             return DistributedMetadata.from_dict(content)
         except Exception as error:
+            if checks_all(storage):
+                raise fault(error, str(path), storage) from error  # another version of the library
             # Plain values that do not fit together raise whatever they happen to lack.
             raise CheckpointDamagedError(
                 f"The index {path} is not one that torch_checkpointing writes: {error!r}; if it is damaged, "
@@ -211,4 +214,6 @@ class WholeReader(CheckpointReader):
     ) -> Any:
         if not isinstance(layout_info.serialization_format, TorchSerialization):
             return super()._load_full_file(file_path, layout_info, map_location=map_location)
-        return load_plain(self._storage.read(file_path), str(file_path), map_location)
+        content = self._storage.read(file_path)
+        is_checked = checks_all(self._storage)
+        return load_plain(content, str(file_path), map_location, is_checked=is_checked)

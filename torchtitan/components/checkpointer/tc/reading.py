@@ -90,7 +90,7 @@ def look(storage: Storage, path: str, *, unneeded: Set[str] = frozenset()) -> Sa
     try:
         metadata, names = PlainMetadata.maybe_load(Path(path), storage), storage.ls(Path(path))
     except OSError as error:
-        raise fault(error, path) from error
+        raise fault(error, path, storage) from error
     if metadata is None:
         raise CheckpointDamagedError(
             f"There is no index {path}/{MARKER}. The path must be one checkpoint, a step-N directory."
@@ -307,7 +307,7 @@ def _read(storage: Storage, path: Path) -> Any:
                 stream.seek(0)
             return load_plain(cast(IO[bytes], stream), str(path), map_location="meta")
     except Exception as error:
-        raise fault(error, str(path)) from error
+        raise fault(error, str(path), storage) from error
 
 
 def _read_on_all_ranks(

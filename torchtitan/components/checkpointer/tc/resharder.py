@@ -57,7 +57,7 @@ from torch_checkpointing.walk_utils import walk_checkpoint_structure
 
 from torchtitan.components.checkpointer.screening import load_plain
 from torchtitan.components.checkpointer.state import local_part
-from torchtitan.components.checkpointer.tc.faults import fault
+from torchtitan.components.checkpointer.tc.faults import checks_all, fault
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 from torchtitan.components.checkpointer.tc.slices import read_into
 
@@ -150,7 +150,7 @@ class Resharder(DefaultResharder):
             if not isinstance(layout.serialization_format, TorchSerialization):
                 return False
             path = source_path / layout.file_path
-            with _named_in_errors(path):
+            with _named_in_errors(path, storage):
                 return read_into(targets, by_rank[rank], path, storage)
 
         if len(by_rank) == 1:
@@ -203,7 +203,7 @@ class Resharder(DefaultResharder):
         storage: Storage,
         safetensors_header: Any = None,
     ) -> Generator[_Slice, None, None]:
-        with _named_in_errors(file_path):
+        with _named_in_errors(file_path, storage):
             if not isinstance(layout_info.serialization_format, TorchSerialization):
                 yield from super()._read_source_slices_with_offset_reads(
                     *(file_path, layout_info, source_rank, item_key),
@@ -227,13 +227,15 @@ class Resharder(DefaultResharder):
         rank_plans: list[tuple[NestedPath, LoadPlan]],
         storage: Storage,
     ) -> list[_Slice]:
-        with _named_in_errors(file_path):
+        with _named_in_errors(file_path, storage):
             if not isinstance(layout_info.serialization_format, TorchSerialization):
                 return super()._read_source_slices_with_full_file_read(
                     file_path, layout_info, item_key, rank_plans, storage
                 )
             content = storage.read(file_path, ReadArgs(pre_read_full_file=False))
-            tree = load_plain(content, str(file_path), map_location="cpu")
+            tree = load_plain(
+                content, str(file_path), map_location="cpu", is_checked=checks_all(storage)
+            )
             sources = _flatten_state_dict(item_key, tree)
             return [
                 (path, plan, _slice_source_tensor(_unwrap_dtensor(sources[plan.src_fqn]), plan))
@@ -242,13 +244,13 @@ class Resharder(DefaultResharder):
 
 
 @contextmanager
-def _named_in_errors(path: Path) -> Generator[None]:
+def _named_in_errors(path: Path, storage: Storage) -> Generator[None]:
     try:
         yield
     except NotImplementedError:
         raise  # the library's sign to itself to read all of the file
     except Exception as error:
-        raise fault(error, str(path)) from error
+        raise fault(error, str(path), storage) from error
 
 
 def _rounds(targets: Mapping[NestedPath, torch.Tensor]) -> list[list[NestedPath]]:

@@ -18,7 +18,7 @@ from torchtitan.components.checkpointer.pinned.messages import Request
 from torchtitan.components.checkpointer.pinned.snapshot import take
 from torchtitan.components.checkpointer.pinned.writer_main import save
 
-from tests.unit_tests.components.checkpointer.test_dcp_manifest import require_true
+from tests.unit_tests.components.checkpointer.recomputed import require_true
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

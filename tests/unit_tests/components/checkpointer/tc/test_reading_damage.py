@@ -180,3 +180,22 @@ def test_a_storage_of_somebody_else_is_held_to_the_same(is_seekable: bool) -> No
         error = refusal(step, **keywords)
         assert isinstance(error, CheckpointDamagedError) and f"{step}/{name}" in str(error)
         memory.files[step / name] = good
+
+
+# Each of them reads files of its own: the small values, the tensors, and how they are laid out.
+READERS = [
+    "torchtitan.components.checkpointer.tc.reading.contents_of",
+    "torchtitan.components.checkpointer.tc.resharder.read_into",
+    "torch_checkpointing.distributed_metadata.DistributedMetadata.from_dict",
+]
+
+
+@pytest.mark.parametrize("verify", ["full", "size"])
+@pytest.mark.parametrize("reader", READERS, ids=["values", "tensors", "index"])
+def test_a_mistake_of_this_program_is_damage_only_if_nothing_has_checked_the_bytes(
+    step: Path, reader: str, verify: str
+) -> None:
+    with patch(reader, side_effect=KeyError("a mistake")):
+        error = refusal(step, verify=verify)
+    assert "a mistake" in str(error)
+    assert isinstance(error, CheckpointDamagedError) == (verify == "size")
