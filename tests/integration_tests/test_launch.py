@@ -42,7 +42,9 @@ def launch(task: str, folder: Path, *prefix: str) -> Launched:
     script.write_text(RANK)
     command = [sys.executable, "-m", "torchtitan.launch", "--nproc_per_node=1", "--tee=3"]
     rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    whole = [*prefix, *command, *rendezvous, script, task, folder]
+    # Tests under nohup ignore SIGHUP, which what they start would go on with.
+    default = ["env", "--default-signal=HUP"]
+    whole = [*default, *prefix, *command, *rendezvous, script, task, folder]
     return Launched(whole, cwd=ROOT, env=ENVIRONMENT)
 
 

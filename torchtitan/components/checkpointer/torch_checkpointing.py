@@ -310,14 +310,17 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             raise ValueError("Loading from Hugging Face format is not available yet.")
         verification = self._verification(source)
         self._manager.check_with(verification)
-        restore(
-            source,
-            self.states,
-            lambda into: self._manager.load(source.path, into=into, strict=True),
-            storage=CheckedStorage(self._backend_storage, verification),
-            excluded=self.exclude_from_loading,
-            group=self.pg,
-        )
+        try:
+            restore(
+                source,
+                self.states,
+                lambda into: self._manager.load(source.path, into=into, strict=True),
+                storage=CheckedStorage(self._backend_storage, verification),
+                excluded=self.exclude_from_loading,
+                group=self.pg,
+            )
+        finally:
+            self._manager.check_with(None)  # a manifest is large, and nothing else is read
         return True
 
     def _maybe_wait_for_staging(self) -> None:

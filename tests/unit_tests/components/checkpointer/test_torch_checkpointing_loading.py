@@ -175,6 +175,20 @@ def test_values_beside_sharded_tensors_come_back_whatever_the_run_had(tmp_path: 
     run.manager.close()
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_manifest_is_kept_no_longer_than_the_load_takes(tmp_path: Path, is_damaged: bool) -> None:
+    trained(tmp_path, until=1)
+    run = run_in(tmp_path, seed=5, load_only=True)
+    if is_damaged:
+        (tmp_path / "checkpoint/step-1/model_0.pt").unlink()
+        with pytest.raises(CheckpointReadError):
+            run.manager.load()
+    else:
+        assert run.manager.load()
+    assert run.manager._manager._checked.verification is None
+    run.manager.close()
+
+
 def test_a_load_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     trained(tmp_path)
     (tmp_path / "checkpoint/tmp_step-9").mkdir()
