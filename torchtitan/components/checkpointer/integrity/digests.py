@@ -1,6 +1,6 @@
 """Digests of a file, taken while its bytes pass by on their way to the disk.
 
-A file has one digest as a whole, which ``xxhsum -H3`` prints too, and one for each block of 4 MiB, so
+A file has one digest as a whole, which ``xxhsum -H3`` prints too, and one for each block of 1 MiB, so
 that whoever reads a part checks a part. Both are taken of one block after the other, while it is in
 the cache of the processor; nothing but little pieces is copied, and nothing read a second time from the disk.
 
@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import Buffer
 from xxhash import xxh3_64
 
-BLOCK_BYTES = 4 * 2**20
+BLOCK_BYTES = 2**20
 """What is read and checked at once. A part of the format: digests are of these blocks."""
 
 # An archive of torch has forty little writes for each tensor: hashed one by one they would take as
