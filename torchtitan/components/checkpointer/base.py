@@ -106,7 +106,10 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         self.last_save_model_only = config.last_save_model_only
         self.last_save_in_hf = config.last_save_in_hf
         self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
-        self.keep_latest_k = config.keep_latest_k
+        self.keep_latest_k, self.keep_every = config.keep_latest_k, config.keep_every
+        self.on_save_failure = config.on_save_failure
+        self.max_failed_saves = config.max_failed_saves
+        self.lock_timeout_seconds = config.lock_timeout_seconds
         self.exclude_from_loading = config.exclude_from_loading
         self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
         self.load_only = config.load_only

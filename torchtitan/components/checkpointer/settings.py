@@ -52,6 +52,21 @@ class CheckpointSettings(Configurable.Config):
     keep_latest_k: int = 10
     """Delete all but the newest this many checkpoints; 0 keeps all of them, 1 is refused."""
 
+    keep_every: int = 0
+    """Keep the checkpoints whose step is a multiple of this for ever, beside those of keep_latest_k;
+    0 keeps no more than these. A file named PIN in its directory keeps a single checkpoint."""
+
+    on_save_failure: Literal["raise", "warn"] = "raise"
+    """What to do when a save fails. raise: end the run at the next step. warn: say so, train on and
+    try again when the next save is due."""
+
+    max_failed_saves: int = 3
+    """With on_save_failure at warn, end the run when this many saves in a row have failed."""
+
+    lock_timeout_seconds: int = 300
+    """Seconds without a sign of life after which the lock that a run on another machine holds on the
+    folder counts as left behind. A run on this machine is looked for, and not waited for."""
+
     load_step: int = -1
     """Step to resume from; -1 takes the newest full checkpoint, 0 the seed checkpoint."""
 
@@ -114,6 +129,21 @@ def _numbers(settings: CheckpointSettings) -> Iterator[str]:
             "checkpoint.keep_latest_k=1 would leave nothing to resume from while the next one is "
             "written: at least 2 checkpoint replicas are needed, or 0 to keep all."
         )
+    if settings.keep_every < 0:
+        yield (
+            f"checkpoint.keep_every={settings.keep_every} cannot be negative; 0 keeps only the newest "
+            "keep_latest_k checkpoints."
+        )
+    if settings.max_failed_saves < 1:
+        yield (
+            f"checkpoint.max_failed_saves={settings.max_failed_saves} must be at least 1 save; to end the "
+            "run with the first one pass --checkpoint.on_save_failure raise."
+        )
+    if settings.lock_timeout_seconds < 10:
+        yield (
+            f"checkpoint.lock_timeout_seconds={settings.lock_timeout_seconds} must be at least 10: a run "
+            "that is merely slow would lose its folder."
+        )
     if settings.timeout_seconds <= 0:
         yield (
             f"checkpoint.timeout_seconds={settings.timeout_seconds} must be greater than 0 seconds; "
@@ -125,7 +155,11 @@ def _numbers(settings: CheckpointSettings) -> Iterator[str]:
 
 def _choices(settings: CheckpointSettings) -> Iterator[str]:
     # The command line offers nothing else; a recipe may write anything.
-    choices = {"verify": ("full", "size", "off"), "on_damaged": ("fallback", "fail")}
+    choices = {
+        "verify": ("full", "size", "off"),
+        "on_damaged": ("fallback", "fail"),
+        "on_save_failure": ("raise", "warn"),
+    }
     for name, known in choices.items():
         if getattr(settings, name) not in known:
             yield f"Invalid checkpoint.{name} {getattr(settings, name)!r}: choose one of {list(known)}."
