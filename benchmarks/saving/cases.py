@@ -19,6 +19,8 @@ from benchmarks.harness.models import Run
 from benchmarks.saving.sides import ManagerSide, Side
 
 MANAGER, LIBRARY = "manager", "library"
+PIECES = "library, by pieces"
+"""The library once more, where it has a second way to load."""
 WITHOUT, WITH = "without", "with"
 """Sides of ``digests``."""
 OFF, SIZE, FULL = "off", "size", "full"
@@ -43,6 +45,9 @@ class Case:
     library_call: str
     """The call in words."""
 
+    second_how: str | None = None
+    """Another mode of the library, which is measured beside the first one."""
+
     manager: str | None = None
     """``module:class`` of the manager; None where no manager does this."""
 
@@ -64,12 +69,15 @@ class Case:
     @property
     def sides(self) -> tuple[str, ...]:
         # The library first: torch keeps its writer process in a global, over which ours then stands.
-        return (LIBRARY,) if self.manager is None else (LIBRARY, MANAGER)
+        second = () if self.second_how is None else (PIECES,)
+        return (LIBRARY, *second) if self.manager is None else (LIBRARY, *second, MANAGER)
 
     def build(self, side: str, run: Run, parent: Path) -> Side:
         """The object that saves ``run`` into a folder of its own below ``parent``; a collective."""
         if side == LIBRARY:
             return _class(self.library)(run, parent / side, self.how)
+        if side == PIECES:
+            return _class(self.library)(run, parent / "pieces", self.second_how)
         return self.build_manager(run, parent / side)
 
     def build_manager(
@@ -190,7 +198,8 @@ CASES: dict[str, Case] = {
 LOAD_CASES: dict[str, Case] = {
     "dcp": CASES["dcp-disabled"],
     # A synchronous one writes what it takes to load in another layout only the first time.
-    "tc": CASES["tc-async"],
+    # In the layout that was saved it reads whole files, unless its resharder is told to reshard.
+    "tc": replace(CASES["tc-async"], second_how="async, pieces"),
 }
 """By format, since loading does not depend on the mode in which was saved."""
 

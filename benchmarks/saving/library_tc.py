@@ -35,23 +35,32 @@ class GlooMetadataManager(DefaultMetadataManager):
         return dict(enumerate(gathered))
 
 
+class AlwaysByPieces(DefaultResharder):
+    """Reads just what is needed out of the files, in the layout that was saved as well."""
+
+    def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
+        return True
+
+
 class TcLibrary:
-    """The library's ``CheckpointManager``, otherwise with its defaults, synchronous or asynchronous."""
+    """The library's ``CheckpointManager``, otherwise with its defaults."""
 
     def __init__(self, run: Run, folder: Path, how: str) -> None:
-        """``how`` is sync or async."""
+        """``how`` is sync or async, and may end with ", pieces" for the way it loads."""
         self._run, self._folder = run, folder
         folder.mkdir(parents=True, exist_ok=True)
         # The manager takes the class from its module when it is built.
         checkpoint_manager.DefaultMetadataManager = GlooMetadataManager
-        resharded = ItemSpec(requires_copy=True, resharder=DefaultResharder(), required=False)
+        way, _, reads = how.partition(", ")
+        resharder = AlwaysByPieces() if reads == "pieces" else DefaultResharder()
+        resharded = ItemSpec(requires_copy=True, resharder=resharder, required=False)
         # In a file per rank, as is the default, more ranks than have saved would miss theirs.
         layout = LayoutInfo(f"{_VALUES}.pt", TorchSerialization())
         values = ItemSpec(requires_copy=False, layout=layout, required=False)
         self._manager = CheckpointManager(
             CheckpointManager.Config(
                 items={"model": resharded, "optimizer": resharded, _VALUES: values},
-                save=SyncCheckpointSaverConfig() if how == "sync" else _asynchronous(),
+                save=SyncCheckpointSaverConfig() if way == "sync" else _asynchronous(),
                 storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
             )
         )

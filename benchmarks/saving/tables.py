@@ -16,12 +16,15 @@ from benchmarks.harness.table import (
     table,
     timed,
 )
+from benchmarks.saving.aims import aims_of, aims_table, CASE as WITH_AIMS
+from benchmarks.saving.cases import MANAGER, OFF
 from benchmarks.saving.findings import (
     Checks,
     Comparison,
     DIGEST_LIMIT,
     Digests,
     Growths,
+    LIBRARY_LIMITS,
     LIMIT,
     Limits,
     Loads,
@@ -47,9 +50,14 @@ def document(results: Sequence[Result]) -> str:
         ),
         ("Saves: time, and times the limit of the machine", cost_table(saves)),
         (f"Saves: manager over library, limit {LIMIT}", comparison_table(saves)),
+        ("Asynchronous saves through torch_checkpointing, and their limits", aims_table(saves)),
         ("Saves: size and memory, over the state", size_table(saves)),
         ("Loads: time, and times a plain read", load_table(loads)),
-        (f"Loads: manager over library, limit {LIMIT}", load_comparison_table(loads)),
+        (
+            f"Loads: manager over library, limit {LIMIT}, of tc over its faster way "
+            f"{LIBRARY_LIMITS['tc']:.2f}",
+            load_comparison_table(loads),
+        ),
         (
             f"Saves: with digests over without; durable: limit {DIGEST_LIMIT:.2f}, blocked: no change",
             comparison_table(digests),
@@ -156,7 +164,7 @@ def load_table(loads: Sequence[Loads]) -> str:
 def load_comparison_table(loads: Sequence[Loads]) -> str:
     rows = []
     for cell in loads:
-        pairs = counted(len(cell.samples(cell.UNDER, cell.layouts[0])), "pair")
+        pairs = counted(len(cell.samples(MANAGER, cell.layouts[0])), "pair")
         compared = [
             _compared(comparison)
             for layout in cell.layouts
@@ -170,11 +178,11 @@ def load_comparison_table(loads: Sequence[Loads]) -> str:
 def check_table(checks: Sequence[Checks]) -> str:
     rows = []
     for cell in checks:
-        pairs = counted(len(cell.samples(cell.UNDER, cell.layouts[0])), "pair")
+        pairs = counted(len(cell.samples(OFF, cell.layouts[0])), "pair")
         for layout in cell.layouts:
             by_mode = cell.comparisons(layout)
             compared = [_compared(by_mode.get(mode)) for mode in cell.LIMITS]
-            unchecked = seconds(cell.median(cell.UNDER, layout))
+            unchecked = seconds(cell.median(OFF, layout))
             rows.append([*_place(cell), pairs, _LAYOUTS[layout], unchecked, *compared])
     limits = [f"verify {mode}, limit {limit:.2f}" for mode, limit in Checks.LIMITS.items()]
     head = ["state", "format", "pairs", "saved by", "verify off", *limits]
@@ -237,6 +245,9 @@ def _verdicts(saves: Iterable[Saves], loads: Iterable[Loads]) -> Iterator[tuple[
             found = cell.comparison(name)
             if found is not None:
                 yield f"{cell.result.cell}, {metric.title}", found.verdict
+        if cell.result.cell.case == WITH_AIMS and MANAGER in cell.sides:
+            for aim in aims_of(cell):
+                yield f"{cell.result.cell}, {aim.title}, limit {aim.limit:g}", aim.verdict
     for load in loads:
         for layout in load.layouts:
             for side, found in load.comparisons(layout).items():
