@@ -10,7 +10,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 _FEW_FILES = 32
 _NUM_THREADS = 16
@@ -188,6 +188,33 @@ def tree_size_bytes(path: str) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+class Room(NamedTuple):
+    """What a disk has left for this user."""
+
+    free_bytes: int
+    total_bytes: int
+    free_files: int | None
+    """How many more files there may be; None where they are not counted."""
+
+
+def room(path: str) -> Room | None:
+    """What is left on the disk of ``path``, which need not exist yet; None where nobody can tell.
+
+    Raises OSError when the disk does not answer. What a quota leaves is not in the answer of most disks.
+    """
+    if is_remote(path):
+        return None
+    place = os.path.abspath(path)
+    while not os.path.exists(place) and os.path.dirname(place) != place:
+        place = os.path.dirname(place)
+    found = os.statvfs(place)
+    if not found.f_blocks:  # as of many file systems that a program stands behind
+        return None
+    block = found.f_frsize or found.f_bsize
+    free_files = found.f_favail if found.f_files else None
+    return Room(found.f_bavail * block, found.f_blocks * block, free_files)
 
 
 def file_sizes(path: str, names: Iterable[str]) -> dict[str, int]:

@@ -70,3 +70,5 @@ def purge_thread(
                 f"Could not delete the expired checkpoint {path}: {error}. "
                 "It is left in place; delete it by hand if its space is needed."
             )
+        finally:
+            purge_queue.task_done()  # somebody may wait for the space

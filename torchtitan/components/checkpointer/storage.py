@@ -103,6 +103,11 @@ class FilesystemStorage:
     def file_sizes(self, path: str, names: Iterable[str]) -> dict[str, int]:
         return filesystem.file_sizes(path, names)
 
+    def free_bytes(self, path: str) -> int | None:
+        """How much may still be written around ``path``; None where nobody can tell."""
+        room = filesystem.room(path)
+        return None if room is None else room.free_bytes
+
     def read_bytes(self, path: str) -> bytes:
         return filesystem.read_bytes(path)
 
