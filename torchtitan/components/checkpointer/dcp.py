@@ -283,7 +283,10 @@ class CheckpointManager(BaseCheckpointManager):
             due_at=due_at,
         )
         limit_seconds = self.timeout_seconds
-        with told_as_save_error(asked, limit_seconds), patience(timedelta(seconds=limit_seconds)):
+        with (
+            told_as_save_error(asked, limit_seconds, folder=self.folder),
+            patience(timedelta(seconds=limit_seconds)),
+        ):
             # Nothing expires with the last save: no later one needs the space.
             self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
             self._report.dispatched()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch.distributed.checkpoint as dcp
 
+from torchtitan.components.checkpointer.disk_trouble import told_in_words
 from torchtitan.components.checkpointer.errors import (
     cause_of,
     CheckpointSaveError,
@@ -68,7 +69,8 @@ def await_save(
     except FAILURES as error:
         if report is None:
             raise
-        failure = save_error(saving(report.step, report.path), error, limit_seconds)
+        folder = report.path.rpartition("/")[0]
+        failure = save_error(saving(report.step, report.path), error, limit_seconds, folder)
         if mode is AsyncMode.ASYNC_WITH_PINNED_MEM and future.done():
             # The writer process is replaced, so nothing of the late save is left.
             failure = CheckpointSaveError(str(failure))
@@ -131,11 +133,16 @@ def failure_of(wait_for_previous: Callable[[], None]) -> CheckpointSaveError | N
 
 @contextmanager
 def told_as_save_error(
-    asked: str, limit_seconds: float, earlier: CheckpointSaveError | None = None
+    asked: str,
+    limit_seconds: float,
+    earlier: CheckpointSaveError | None = None,
+    *,
+    folder: str = "",
 ) -> Generator[None]:
     """Let all that the block fails with be an error that begins with what was ``asked``.
 
-    It tells of the ``earlier`` failure as well, which was to be told next.
+    It tells of the ``earlier`` failure as well, which was to be told next, and says in plain words what
+    the disk of ``folder`` has refused.
 
     Raises:
         CheckpointSaveError: it failed, or waited for longer than ``limit_seconds``.
@@ -147,7 +154,7 @@ def told_as_save_error(
             failure.add_note(f"Before that: {earlier}")
         raise
     except FAILURES as error:
-        failure = save_error(asked, error, limit_seconds)
+        failure = save_error(asked, error, limit_seconds, folder)
         if earlier is not None:
             failure.add_note(f"Before that: {earlier}")
         raise failure from error
@@ -158,13 +165,18 @@ def saving(step: int, path: str) -> str:
     return f"Saving the checkpoint of step {step} to {path}"
 
 
-def save_error(asked: str, error: BaseException, limit_seconds: float) -> CheckpointSaveError:
-    """What the caller of a failed save is told."""
+def save_error(
+    asked: str, error: BaseException, limit_seconds: float, folder: str = ""
+) -> CheckpointSaveError:
+    """What the caller of a failed save is told; ``folder`` is where it was to be written."""
     if is_late(error):
         return CheckpointSaveTimeoutError(
             f"{asked} was given up: {explanation(limit_seconds)} Older checkpoints are untouched."
         )
+    cause = cause_of(error)
+    words = told_in_words(cause, folder) if folder else ""
+    meaning = f" {words}" if words else ""
     return CheckpointSaveError(
-        f"{asked} failed: {cause_of(error)}. Older checkpoints are "
-        "untouched; what was written of this one never counts as a checkpoint."
+        f"{asked} failed: {cause}.{meaning} Older checkpoints are untouched; what was written of this "
+        "one never counts as a checkpoint."
     )

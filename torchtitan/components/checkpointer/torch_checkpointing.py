@@ -192,7 +192,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         asked = saving(curr_step, checkpoint_id)
         earlier_failure = failure_of(self.maybe_wait_for_saving)
         with (
-            told_as_save_error(asked, limit_seconds, earlier_failure),
+            told_as_save_error(asked, limit_seconds, earlier_failure, folder=self.folder),
             patience(timedelta(seconds=limit_seconds)),
         ):
             stager = self._stager if self._is_async and not last_step else None
