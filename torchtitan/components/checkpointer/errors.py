@@ -7,6 +7,7 @@
         CheckpointDamagedError       it is there and is not what was saved
       CheckpointSaveError            a save failed; names step and path
         CheckpointSaveTimeoutError   it took too long and may still be running
+      CheckpointInUseError           another run is alive in the folder
 
 Wrong settings are plain ``ValueError`` and found before any of this runs.
 """
@@ -42,6 +43,10 @@ class CheckpointSaveError(CheckpointError):
 
 class CheckpointSaveTimeoutError(CheckpointSaveError):
     """A save was given up. It may still be running, so no other one may begin."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """Another run that is alive, or may be, holds the folder; nothing was written there."""
 
 
 def cause_of(error: BaseException) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
+from torchtitan.components.checkpointer.claiming import Claiming
 from torchtitan.components.checkpointer.discovery import find_steps, require_no_lost_links
 from torchtitan.components.checkpointer.errors import CheckpointReadError
-from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.formats import marker_folders
 from torchtitan.components.checkpointer.history import (
     free_name,
@@ -37,7 +37,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 
-class Housekeeping(FolderView):
+class Housekeeping(Claiming):
     """A base of the managers, see the top of the file."""
 
     keep_latest_k: int
@@ -72,6 +72,7 @@ class Housekeeping(FolderView):
         """
 
         def act() -> list[str]:
+            self._require_claim()
             self._delete_replaced()
             moved = self._leave_other_history()
             moved += free_name(self._storage, self.folder, checkpoint_id)

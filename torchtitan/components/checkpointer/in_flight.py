@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer.disk_trouble import told_in_words
 from torchtitan.components.checkpointer.errors import (
     cause_of,
+    CheckpointInUseError,
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
 )
@@ -146,6 +147,7 @@ def told_as_save_error(
 
     Raises:
         CheckpointSaveError: it failed, or waited for longer than ``limit_seconds``.
+        CheckpointInUseError: as it came from the block.
     """
     try:
         yield
@@ -153,6 +155,8 @@ def told_as_save_error(
         if earlier not in (None, failure, failure.__cause__):
             failure.add_note(f"Before that: {earlier}")
         raise
+    except CheckpointInUseError:
+        raise  # no save has failed: there must be none
     except FAILURES as error:
         failure = save_error(asked, error, limit_seconds, folder)
         if earlier is not None:

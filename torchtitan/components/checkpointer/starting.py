@@ -27,6 +27,7 @@ from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.history import renames
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
+from torchtitan.components.checkpointer.same_view import unseen, wait_for_same_view
 from torchtitan.components.checkpointer.source import (
     damage_of,
     falls_back,
@@ -66,6 +67,7 @@ class Starting(FolderView):
     sd_adapter: Any
     load_only: bool = False
     verify: str = "full"
+    timeout_seconds: float = 600
     on_damaged: str = "fallback"
 
     pg: "dist.ProcessGroup | None" = None
@@ -170,6 +172,7 @@ class Starting(FolderView):
         Raises:
             CheckpointDamagedError, CheckpointMismatchError, CheckpointReadError: as
                 ``Verification.begin``, on all ranks.
+            CheckpointReadError: a machine does not see what rank 0 has seen.
         """
 
         def begin() -> Verification:
@@ -179,8 +182,18 @@ class Starting(FolderView):
             return found
 
         # It holds every digest: tens of megabytes for a large model, which pass by no accelerator.
-        self._verifying = rank_zero_decides(begin, self.pg)
-        return self._verifying
+        self._verifying = verifying = rank_zero_decides(begin, self.pg)
+        wait_for_same_view(
+            lambda: unseen(
+                self._storage,
+                source.path,
+                verifying.manifest,
+                self._finder().is_complete_for_any,
+            ),
+            limit_seconds=self.timeout_seconds,
+            group=self.pg,
+        )
+        return verifying
 
     def _tell_what_leaves(self) -> None:
         # While it can still be prevented: nothing is moved before the first save.

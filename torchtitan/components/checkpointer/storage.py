@@ -65,6 +65,8 @@ class FilesystemStorage:
     """
 
     markers: tuple[str, ...] = ()
+    has_files = True
+    """Its paths are those of the system or URIs: what must be made by one process alone can be."""
 
     def isdir(self, path: str) -> bool:
         return filesystem.isdir(path)

@@ -120,6 +120,8 @@ class BackendCheckpointStorage:
         self._storage = storage
         self.renames = isinstance(storage, LocalFileSystemStorage)
         """Whether ``move`` takes no longer for what is large; of other storages nobody says so."""
+        self.has_files = self.renames
+        """Whether its paths are those of the system."""
 
     def isdir(self, path: str) -> bool:
         return self._storage.isdir(Path(path))

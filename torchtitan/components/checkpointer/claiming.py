@@ -1,0 +1,132 @@
+"""Claim the folder of a run, so that no other run writes there while this one lives.
+
+A run claims its folder before it loads from it, or else before its first save. A run that
+never saves leaves no folder, and one that only loads claims nothing. Rank 0 holds the lock. Where its
+last holder ran on another machine, the ranks there say whether it is dead: after a restart, rank 0 need
+not be where it was.
+
+    base.load, base.save -> _claim_folder -> run_lock.hold (rank 0)
+    _make_ready -> _require_claim                             base.close -> _release_claim
+"""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import MappingProxyType
+from typing import Any
+
+from torchtitan.components.checkpointer.agreement import gather, rank_zero_decides
+from torchtitan.components.checkpointer.folder_view import FolderView
+from torchtitan.components.checkpointer.integrity.manifest import RunDescription
+from torchtitan.components.checkpointer.lock_holder import Fate, Holder
+from torchtitan.components.checkpointer.run_lock import hold, holder_of, RunLock
+from torchtitan.components.checkpointer.waiting import within
+from torchtitan.tools.logging import logger
+
+
+class Claiming(FolderView):
+    """A base of the managers, see the top of the file."""
+
+    load_only: bool = False
+    timeout_seconds: float = 600
+    lock_timeout_seconds: float = 300
+    save_future: "Future[Any] | None"
+    purge_thread: threading.Thread | None
+
+    _run: RunDescription | None = None
+    """What the trainer has told about the run; a manager without one is no run, and claims nothing."""
+
+    _gave_up: bool = False
+    _is_claimed: bool = False
+    """The same on all ranks; also where the disk has refused the lock, which is told once."""
+
+    _lock: RunLock | None = None
+    """Of rank 0."""
+
+    @property
+    def _may_claim(self) -> bool:
+        # A storage of another kind has no files that one process alone could make.
+        has_files = getattr(self._storage, "has_files", False)
+        return not self._is_claimed and not self.load_only and self._run is not None and has_files
+
+    def _claim_folder(self, *, to_save: bool) -> None:
+        """Make the folder this run's, if it is not yet. Collective.
+
+        Args:
+            to_save: make the folder as well; otherwise one that is not there is not claimed.
+
+        Raises:
+            CheckpointInUseError: another run that is alive has it. All ranks raise.
+        """
+        if not self._may_claim:
+            return
+        limit_seconds = self.timeout_seconds + self.lock_timeout_seconds
+        with within(limit_seconds, f"Waiting for the lock of {self.folder}"):
+            other = rank_zero_decides(self._holder_elsewhere)
+            fates = [] if other is None else gather(other.fate())
+            # Those on its machine know; of the others each says that it runs elsewhere.
+            known = [fate for fate in fates if fate is not Fate.ELSEWHERE]
+            verdicts = {other.run_id: known[0]} if other is not None and known else {}
+
+            self._is_claimed = rank_zero_decides(
+                lambda: self._take_lock(verdicts, is_to_be_made=to_save)
+            )
+
+    def _holder_elsewhere(self) -> Holder | None:
+        try:
+            holder = holder_of(self.folder)
+        except OSError:
+            return None  # which is told when the lock is to be taken
+        return holder if holder is not None and holder.fate() is Fate.ELSEWHERE else None
+
+    def _take_lock(
+        self,
+        verdicts: Mapping[str, Fate] = MappingProxyType({}),
+        *,
+        is_to_be_made: bool = True,
+        may_wait: bool = True,
+    ) -> bool:
+        """Whether this is settled, be it without a lock because the disk refuses one."""
+        try:
+            if not is_to_be_made and not self._storage.isdir(self.folder):
+                return False
+            self._lock = hold(
+                self.folder,
+                timeout_seconds=self.lock_timeout_seconds,
+                verdicts=verdicts,
+                may_wait=may_wait,
+            )
+        except OSError as error:
+            if not self._is_claimed:
+                logger.warning(
+                    f"{self.folder} could not be locked: {error}. The run goes on without; before each save "
+                    "it is tried again, and until then nothing stops another run in this folder."
+                )
+        return True
+
+    def _require_claim(self) -> None:
+        """Check, on rank 0 and right before a save, that no other run has the folder.
+
+        Raises:
+            CheckpointInUseError: one has.
+        """
+        if self._lock is not None:
+            self._lock.require()
+        elif self._is_claimed:
+            # The other ranks are waiting, so not for a run that may be dead.
+            self._take_lock(may_wait=False)
+
+    def _note_start(self, step: int) -> None:
+        if self._lock is not None:
+            self._lock.note_step(step)
+
+    def _release_claim(self) -> None:
+        """Give the folder back, unless something of this run may still write there or delete."""
+        lock = self._lock
+        if lock is None:
+            return
+        is_deleting = self.purge_thread is not None and self.purge_thread.is_alive()
+        if self._gave_up or is_deleting or self.save_future is not None:
+            return  # the end of the process gives it back
+        self._lock, self._is_claimed = None, False
+        lock.release()

@@ -1,0 +1,251 @@
+"""The file of a lock: made by one process only, written in place, taken over by one process only.
+
+On a disk a name is linked to a file that is complete already, which succeeds once on network file
+systems as well. Whoever takes over a file holds a lock of the system on it, looks whether it still is
+the one that was found dead, and renames its own over it. Elsewhere nothing is atomic: what is written
+is read back, and that is all.
+
+    run_lock.py -> LocalLockFile | RemoteLockFile
+"""
+
+import errno
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan.tools import filesystem
+
+SETTLING_SECONDS = 1.0
+"""Where nothing is atomic: after so long what two have written at once is what both read."""
+
+_HAS_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_HAS_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The file at one moment. Another one later is a sign of life."""
+
+    content: bytes
+    mark: tuple[int, ...] = ()
+    """Changes with each writing, as far as the storage has something that does."""
+
+
+class LockFile(Protocol):
+    """What a lock asks of the storage that it lies on. All raise OSError when it does not answer."""
+
+    is_atomic: bool
+
+    def read(self) -> Seen | None:
+        """What is there now, whosever it is."""
+        ...
+
+    def create(self, content: bytes) -> bool:
+        """Make it this process's; False when there is one."""
+        ...
+
+    def take_over(self, dead: Seen, content: bytes) -> bool:
+        """Make it this process's in the place of ``dead``; False when that is no more what is there."""
+        ...
+
+    def write(self, content: bytes) -> None:
+        """Change what is this process's; never what somebody else has put in its place."""
+        ...
+
+    def remove(self) -> None:
+        """Delete what is this process's, as above."""
+        ...
+
+
+class LocalLockFile:
+    """On a disk, of this machine or of several."""
+
+    is_atomic = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._own: int | None = None
+        """Of the file that this process has made; it stays that one, whatever happens to the name."""
+
+    def __del__(self) -> None:
+        self._close()
+
+    def read(self) -> Seen | None:
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            found = os.fstat(descriptor)
+            return Seen(os.read(descriptor, 1 << 16), (found.st_ino, found.st_mtime_ns))
+        finally:
+            os.close(descriptor)
+
+    def create(self, content: bytes) -> bool:
+        with self._beside(content) as (temporary, descriptor):
+            try:
+                os.link(temporary, self.path)
+            except FileExistsError:
+                # A network file system may say so of a link that it has made itself.
+                if not self._is_at_the_name(descriptor):
+                    return False
+            except OSError as error:
+                if error.errno not in _HAS_NO_LINKS:
+                    raise
+                return self._create_without_link(content)
+            self._keep(descriptor)
+            return True
+
+    def take_over(self, dead: Seen, content: bytes) -> bool:
+        with self._beside(content) as (temporary, descriptor), self._locked() as (found, is_locked):
+            if found is None or not self._is_at_the_name(found) or self.read() != dead:
+                return False
+            os.rename(temporary, self.path)
+            if not is_locked:
+                # Another one may just be doing the same: the last of them has it.
+                time.sleep(SETTLING_SECONDS)
+                if not self._is_at_the_name(descriptor):
+                    return False
+            self._keep(descriptor)
+            return True
+
+    def write(self, content: bytes) -> None:
+        assert self._own is not None
+        os.pwrite(self._own, content, 0)
+        # An editor, or a copy by hand, may have made it longer.
+        os.ftruncate(self._own, len(content))
+
+    def remove(self) -> None:
+        with self._locked() as (found, _):
+            if found is not None and self._own is not None and self._is_at_the_name(self._own):
+                os.unlink(self.path)
+        self._close()
+
+    @contextmanager
+    def _beside(self, content: bytes) -> Generator[tuple[str, int]]:
+        """A file of ``content`` beside that of the lock, which nobody else knows."""
+        temporary = f"{self.path}.{uuid.uuid4().hex}"
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        try:
+            os.write(descriptor, content)
+            yield temporary, descriptor
+        finally:
+            if descriptor != self._own:
+                os.close(descriptor)
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    @contextmanager
+    def _locked(self) -> Generator[tuple[int | None, bool]]:
+        """What has the name now, and whether nobody else takes it over or deletes it meanwhile.
+
+        None when there is nothing, or somebody else is at it.
+        """
+        try:
+            descriptor = _open_for_locking(self.path)
+        except FileNotFoundError:
+            yield None, False
+            return
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None, False
+                return
+            except OSError as error:
+                if error.errno not in _HAS_NO_LOCKS:
+                    raise
+                yield descriptor, False
+                return
+            try:
+                yield descriptor, True
+            finally:
+                # By name: a process that was started meanwhile may have a copy of the descriptor.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        finally:
+            os.close(descriptor)
+
+    def _create_without_link(self, content: bytes) -> bool:
+        # For a moment it is empty, which is taken for somebody who is just beginning.
+        try:
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        except FileExistsError:
+            return False
+        self._keep(descriptor)
+        os.write(descriptor, content)
+        return True
+
+    def _is_at_the_name(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _keep(self, descriptor: int) -> None:
+        self._close()
+        self._own = descriptor
+
+    def _close(self) -> None:
+        own, self._own = getattr(self, "_own", None), None
+        if own is not None:
+            os.close(own)
+
+
+class RemoteLockFile:
+    """On a storage of fsspec, where two that come within a second may both believe to be alone."""
+
+    is_atomic = False
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._own: bytes | None = None
+
+    def read(self) -> Seen | None:
+        try:
+            return Seen(filesystem.read_bytes(self.path))
+        except FileNotFoundError:
+            return None
+
+    def create(self, content: bytes) -> bool:
+        return self.read() is None and self._write_and_look(content)
+
+    def take_over(self, dead: Seen, content: bytes) -> bool:
+        return self.read() == dead and self._write_and_look(content)
+
+    def write(self, content: bytes) -> None:
+        if self._is_own():
+            filesystem.write_bytes(self.path, content)
+            self._own = content
+
+    def remove(self) -> None:
+        if self._is_own():
+            filesystem.remove_file(self.path)
+        self._own = None
+
+    def _is_own(self) -> bool:
+        seen = self.read()
+        return seen is not None and seen.content == self._own
+
+    def _write_and_look(self, content: bytes) -> bool:
+        filesystem.write_bytes(self.path, content)
+        time.sleep(SETTLING_SECONDS)
+        self._own = content
+        return self._is_own()
+
+
+def _open_for_locking(path: str) -> int:
+    try:
+        # A network file system locks only what may be written.
+        return os.open(path, os.O_RDWR)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)
+
+
+def lock_file(path: str) -> LockFile:
+    """The file of a lock at ``path``, a path of this system or a URI."""
+    return RemoteLockFile(path) if filesystem.is_remote(path) else LocalLockFile(path)
