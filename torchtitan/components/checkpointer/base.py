@@ -17,11 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
+from torchtitan.components.checkpointer.age import Age, CheckpointAge
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.housekeeping import Housekeeping
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.rank_state import RankState
 from torchtitan.components.checkpointer.retention import purge_thread
+from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.schedule import SaveSchedule
 from torchtitan.components.checkpointer.settings import CheckpointSettings, violations
 from torchtitan.components.checkpointer.starting import Starting
@@ -83,6 +87,10 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
     """What saving has cost the training thread so far: the saves themselves and the waits for them."""
 
     _is_counting: bool = False
+    _age: CheckpointAge | None = None
+    """None where nothing is saved."""
+
+    _report: SaveReport | None = None
 
     def __init__(
         self, config: Config, *, storage: MovingStorage, base_folder: str, sd_adapter: Any
@@ -124,6 +132,8 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         self._history_settled = False
         self.purge_queue: queue.Queue[str | None] = queue.Queue()
         self.purge_thread: threading.Thread | None = None
+        if not self.load_only:
+            self._age = CheckpointAge(self.interval)
         if self.keep_latest_k > 0 and not self.load_only:
             self._start_purging()
 
@@ -153,7 +163,10 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
             return False
         what = "Loading a checkpoint"
         with sl.log_trace_span("checkpoint_load"), within(self.timeout_seconds, what):
-            if not self._load_what_passes(step):
+            is_loaded = self._load_what_passes(step)
+            if self._age is not None:
+                self._age.began(self._loaded_step or 0 if is_loaded else 0)
+            if not is_loaded:
                 return False
             # Last of all: loading draws random numbers, and this sets the generators.
             rank_state = getattr(self, "states", {}).get(RANK_STATE)
@@ -173,7 +186,9 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         if not self.enable:
             return False
         with sl.log_trace_span("checkpoint_save"), self._counted():
-            return self._save(curr_step, last_step)
+            is_saved = self._save(curr_step, last_step)
+        self._watch_age(curr_step, is_saved=is_saved, last_step=last_step)
+        return is_saved
 
     def maybe_wait_for_staging(self) -> None:
         """Block while a save still reads the parameters; call it before they change."""
@@ -191,6 +206,15 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         """Finish the save in flight and the deletions, then raise what went wrong."""
         if getattr(self, "enable", False):
             self._close()
+
+    @property
+    def newest_good(self) -> tuple[int, float] | None:
+        """The newest checkpoint a resume could use: its step, and since when on ``time.monotonic``."""
+        return None if self._age is None else self._age.newest_good
+
+    def checkpoint_age(self, step: int) -> Age | None:
+        """What of the work up to ``step`` no checkpoint holds; None where nothing is saved."""
+        return None if self._age is None else self._age.at(step)
 
     def newest_checkpoint(self) -> str | None:
         """Path of the checkpoint a restart goes on from, the newest full one, or None."""
@@ -211,6 +235,16 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
             return False
         with within(self.timeout_seconds, f"Looking into {self.folder}"):
             return rank_zero_decides(lambda: self._has_export(last_step))
+
+    def _watch_age(self, curr_step: int, *, is_saved: bool, last_step: bool) -> None:
+        if self._age is None:
+            return
+        is_full = not (last_step and self.last_save_model_only)
+        if is_saved and is_full and self._report is not None:
+            self._report.tell(self._age.saved)
+        warning = self._age.warning(curr_step, self.folder)
+        if warning is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(warning)
 
     @contextmanager
     def _counted(self) -> Generator[None]:

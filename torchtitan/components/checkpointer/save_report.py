@@ -9,7 +9,7 @@ reports, so the line is printed once and never after the run's last line.
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +49,16 @@ class SaveReport:
         self._waiting_since: float | None = None
         self._lock = threading.Lock()
         self._reported = False
+        self._durable_at: float | None = None
+        self._listener: Callable[[int, float], None] | None = None
+
+    def tell(self, listener: Callable[[int, float], None]) -> None:
+        """Call ``listener`` with the step and the time, on ``time.monotonic``, once the save is durable."""
+        with self._lock:
+            if self._durable_at is None:
+                self._listener = listener
+                return
+        listener(self.step, self._durable_at)
 
     def dispatched(self) -> None:
         """The folder is ready; the state goes to the backend now."""
@@ -97,7 +107,9 @@ class SaveReport:
         self._succeeded("sync")
 
     def _succeeded(self, mode: str) -> None:
-        now = time.monotonic()
+        self._durable_at = now = time.monotonic()
+        if self._listener is not None:
+            self._listener(self.step, now)
         seconds, durable_seconds = now - self._dispatched_at, now - self._due_at
         sl.log_trace_scalar({_SCALAR.format(backend=self._backend, mode=mode): seconds * 1000.0})
         if not self._is_speaker:
