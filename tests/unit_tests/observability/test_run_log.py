@@ -7,7 +7,7 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 from torchtitan.observability import structured_logger as sl
 from torchtitan.observability.run_log import read_rank_log, read_run, run as run_module
 
-from tests.unit_tests.observability.written import BACKGROUND, Rank, two_starts, writer_of
+from tests.unit_tests.observability.written import BACKGROUND, MAIN, Rank, two_starts, writer_of
 
 LOSS = "loss_metrics/global_avg_loss"
 SPANS = ["step", "fetching_batch", "fwd_bwd", "optim", "checkpoint_save", "eval", "unlisted"]
@@ -125,6 +125,15 @@ def test_values_of_saves_belong_to_the_save_of_their_thread(tmp_path: Path) -> N
     four, five = read_run(tmp_path).saves()
     assert (four.step, four.size_mebibytes, four.failed) == (4, 44, False)
     assert (five.step, five.size_mebibytes, five.failed) == (5, None, True)
+
+
+def test_the_age_of_the_newest_checkpoint_is_a_curve_and_no_part_of_a_save(tmp_path: Path) -> None:
+    log = Rank(tmp_path)
+    log.train(range(4, 5))
+    log.save(4, thread=MAIN, blocked=0.5)  # training waited for it, so both come from one thread
+    log.begin_step(5)
+    log.scalar("checkpoint/age(steps)", 1)
+    assert read_run(tmp_path).curve("checkpoint/age(steps)") == {5: 1}
 
 
 def test_a_later_start_replaces_what_it_did_again(tmp_path: Path) -> None:

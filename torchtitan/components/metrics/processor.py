@@ -32,7 +32,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, get_device_name, get_peak_flops, NoColor
 
 # What the whole run has in common; only the logging rank says it.
-_OF_THE_RUN = ("loss_metrics/", "grad_norm", "lr/", "n_tokens_seen", "validation_metrics/loss")
+_OF_THE_RUN = (
+    "loss_metrics/",
+    "grad_norm",
+    "lr/",
+    "n_tokens_seen",
+    "validation_metrics/loss",
+    "checkpoint/age",
+)
 
 
 def ensure_pp_loss_visible(
@@ -116,7 +123,9 @@ class MetricsProcessor(Configurable):
     ) -> None:
         self.config = config
         self.parallel_dims = parallel_dims
-        plain = config.disable_color_printing or not sys.stdout.isatty()
+        # A process that was started without one has None there.
+        has_terminal = sys.stdout is not None and sys.stdout.isatty()
+        plain = config.disable_color_printing or not has_terminal
         self.color: Color | NoColor = NoColor() if plain else Color()
         self.device_memory_monitor = build_device_memory_monitor()
         # The peak is that of bfloat16: a share of it says nothing about quantized arithmetic.
@@ -142,7 +151,7 @@ class MetricsProcessor(Configurable):
         self.total_steps: int | None = None
         self.ntokens_since_last_log = 0
         self.data_loading_times: list[float] = []
-        self.checkpointer: _Blocking | None = None
+        self.checkpointer: _Checkpointer | None = None
         self.validation_seconds_since_last_log = 0.0
         self._begin(0)
 
@@ -241,6 +250,7 @@ class MetricsProcessor(Configurable):
             "throughput(tps)": tps,
             **self._flops_metrics(tps),
             **self._time_metrics(seconds, max(step - self._last_step, 1)),
+            **self._age_metrics(step),
             **memory.metrics,
             **(extra_metrics or {}),
         }
@@ -313,6 +323,12 @@ class MetricsProcessor(Configurable):
             metrics["time_metrics/validation(s)"] = self.validation_seconds_since_last_log
         return metrics
 
+    def _age_metrics(self, step: int) -> dict[str, float]:
+        age = None if self.checkpointer is None else self.checkpointer.checkpoint_age(step)
+        if age is None:
+            return {}
+        return {"checkpoint/age(steps)": age.steps, "checkpoint/age(s)": age.seconds}
+
     def _blocked_seconds(self) -> float:
         return 0.0 if self.checkpointer is None else self.checkpointer.blocked_seconds
 
@@ -320,10 +336,23 @@ class MetricsProcessor(Configurable):
         return str(step) if self.total_steps is None else f"{step}/{self.total_steps}"
 
 
-class _Blocking(Protocol):
-    """What keeps the training thread from training now and then, and counts for how long."""
+class _Age(Protocol):
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class _Checkpointer(Protocol):
+    """What saves the run, as far as its numbers tell of it."""
 
     blocked_seconds: float
+    """For how long it has kept the training thread from training."""
+
+    def checkpoint_age(self, step: int) -> _Age | None:
+        """How much work no checkpoint holds after ``step``; None where nothing is saved."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

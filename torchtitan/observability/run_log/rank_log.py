@@ -53,6 +53,7 @@ class Save:
     failed: bool = False
 
 
+_FAILED = "checkpoint/failed"
 _SAVE_FIELDS = {
     "checkpoint/blocked(s)": "blocked_seconds",
     "checkpoint/durable(s)": "durable_seconds",
@@ -179,12 +180,10 @@ class RankLog:
         if name == "checkpoint/step":
             self._saves_by_thread[thread] = Save(step=int(value), reported_at=now)
             self.saves.append(self._saves_by_thread[thread])
-        elif name.startswith("checkpoint/") and thread in self._saves_by_thread:
-            save = self._saves_by_thread[thread]
-            if name == "checkpoint/failed":
-                save.failed = True
-            elif name in _SAVE_FIELDS:
-                setattr(save, _SAVE_FIELDS[name], float(value))
+        elif name == _FAILED and thread in self._saves_by_thread:
+            self._saves_by_thread[thread].failed = True
+        elif name in _SAVE_FIELDS and thread in self._saves_by_thread:
+            setattr(self._saves_by_thread[thread], _SAVE_FIELDS[name], float(value))
         elif isinstance(step, int):
             self.scalars[name][step] = float(value)
 

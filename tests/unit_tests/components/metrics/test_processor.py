@@ -60,7 +60,10 @@ def test_the_first_step_and_every_nth_are_logged(tmp_path: Path) -> None:
 
 def test_counts_become_rates_and_start_anew(tmp_path: Path, clock: Clock) -> None:
     built, recorder = processor(tmp_path)
-    built.checkpointer = SimpleNamespace(blocked_seconds=7.0)  # before the loop began
+    built.checkpointer = SimpleNamespace(
+        blocked_seconds=7.0,  # before the loop began
+        checkpoint_age=lambda step: SimpleNamespace(steps=step - 25, seconds=90.0),
+    )
     built.start_step = 20
     built.num_flops_per_token = 10**9
     clock.seconds += 50
@@ -85,14 +88,17 @@ def test_counts_become_rates_and_start_anew(tmp_path: Path, clock: Clock) -> Non
         "time_metrics/checkpoint(s)": 3.0,
         "time_metrics/checkpoint(%)": 6.0,
         "time_metrics/validation(s)": 10.0,
+        "checkpoint/age(steps)": 5,
+        "checkpoint/age(s)": 90.0,
         "lr/AdamW": 0.1,
     }
     clock.seconds += 10
+    built.checkpointer.checkpoint_age = lambda step: None  # it saves nothing
     built.log(40, 5.0, 6.0, 0.5)
     again = recorder.logged[1][1]
     assert again["throughput(tps)"] == 0 and again["time_metrics/end_to_end(s)"] == 1.0
     assert again["time_metrics/checkpoint(s)"] == again["time_metrics/data_loading(s)"] == 0
-    assert "time_metrics/validation(s)" not in again
+    assert not {"time_metrics/validation(s)", "checkpoint/age(s)"} & set(again)
 
 
 def test_peaks_of_the_memory_are_those_since_the_last_line(tmp_path: Path) -> None:
@@ -225,3 +231,11 @@ def test_memory_on_the_cpu_is_that_of_the_process() -> None:
     stats = monitor.get_peak_stats()
     assert 0.01 < stats.metrics["memory/resident(GiB)"] < monitor.capacity_bytes / 1024**3
     assert stats.summary.startswith(f"{stats.metrics['memory/resident(GiB)']:.2f}GiB(")
+
+
+def test_a_process_without_a_standard_output_has_metrics_without_colour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    built, _ = processor(tmp_path)
+    assert isinstance(built.color, NoColor)
