@@ -10,6 +10,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 _FEW_FILES = 32
@@ -88,19 +89,41 @@ def join(base: str, name: str) -> str:
     return os.path.join(base, name)
 
 
-def rmtree(path: str) -> None:
+def rmtree(path: str, *, last: str = "") -> None:
     """Delete ``path`` and all below it, as far as that is possible; a missing one is no error.
 
-    Remote: any error but "not found" is raised.
+    Remote: any error but "not found" is raised, and ``last`` means nothing.
+
+    Args:
+        last: the name of a file in it that goes when all else is gone, and stays if something is not.
     """
     if not is_remote(path):
-        shutil.rmtree(path, ignore_errors=True)
+        if not last or _empty(path, but=last):
+            shutil.rmtree(path, ignore_errors=True)
         return
     fs, inner = _resolve(path)
     try:
         fs.rm(inner, recursive=True)
     except FileNotFoundError:
         pass
+
+
+def _empty(path: str, *, but: str) -> bool:
+    """Delete all that is in ``path`` but one file; whether the rest is gone."""
+    try:
+        for name in os.listdir(path):
+            entry = os.path.join(path, name)
+            if name == but:
+                continue
+            if os.path.isdir(entry) and not os.path.islink(entry):
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                # As rmtree does: on past what cannot be deleted.
+                with suppress(OSError):
+                    os.unlink(entry)
+        return set(os.listdir(path)) <= {but}
+    except OSError:
+        return True  # it is missing, or no directory that may be read: rmtree knows what to do
 
 
 def remove_file(path: str) -> None:

@@ -162,7 +162,11 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         if not self.enable:
             return False
         what = "Loading a checkpoint"
-        with sl.log_trace_span("checkpoint_load"), within(self.timeout_seconds, what):
+        with (
+            sl.log_trace_span("checkpoint_load"),
+            within(self.timeout_seconds, what),
+            self._nothing_is_deleted(),
+        ):
             is_loaded = self._load_what_passes(step)
             if self._age is not None:
                 self._age.began(self._loaded_step or 0 if is_loaded else 0)

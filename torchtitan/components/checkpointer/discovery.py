@@ -2,9 +2,10 @@
 
 Names are anchored: ``step-<n>`` without leading zeros is a checkpoint of step n, and
 ``step-7.bak``, ``tmp_step-7`` or ``step-07`` are somebody else's business. A directory counts only
-once the marker that its writer puts there last is present, or the manifest that comes after it. A
-folder may hold checkpoints of several back ends: they all count as complete, and it is known whose
-they are. What history.py has put aside counts as history.py says. This module only reads.
+once the marker that its writer puts there last is present, or the manifest that comes after it, and
+until its deletion begins. A folder may hold checkpoints of several back ends: they all count as
+complete, and it is known whose they are. What history.py has put aside counts as history.py says. This
+module only reads.
 
     listdir -> parse_step -> is it a directory with a marker, and whose? -> OwnFolder -> source.py
 """
@@ -25,7 +26,7 @@ from torchtitan.components.checkpointer.history import (
     SUPERSEDED_RECORD,
 )
 from torchtitan.components.checkpointer.integrity.manifest import MANIFEST, read as read_manifest
-from torchtitan.components.checkpointer.storage import CheckpointStorage, MovingStorage
+from torchtitan.components.checkpointer.storage import CheckpointStorage, DELETED, MovingStorage
 from torchtitan.tools import filesystem
 
 HF_MARKER = "model.safetensors.index.json"
@@ -218,6 +219,8 @@ class Finder:
 
     def owner_of(self, path: str) -> "Finder | None":
         """Whose complete checkpoint ``path`` is; None when it is nobody's. Its own come first."""
+        if self.is_half_deleted(path):
+            return None
         finders = (self, *self.others)
         found = next((each for each in finders if each.is_complete(path)), None)
         if found is not None or not self.storage.isfile(filesystem.join(path, MANIFEST)):
@@ -238,6 +241,10 @@ class Finder:
         name = path.rstrip("/").rpartition("/")[2]
         parsed = [each.parse(name) for each in (self, *self.others)]
         return any(found is not None and found[1] for found in parsed)
+
+    def is_half_deleted(self, path: str) -> bool:
+        """Whether the deletion of ``path`` has begun, so that some of it may be gone."""
+        return self.storage.isfile(filesystem.join(path, DELETED))
 
     def is_complete_for_any(self, path: str) -> bool:
         """Whether ``path`` is a complete checkpoint of any back end: no leftover, never cleared."""

@@ -9,15 +9,13 @@ checkpoints of a future that this run has left.
 At every point in between the newest checkpoint that this run may go on from is there and is found.
 """
 
-import queue
-import threading
 from collections.abc import Mapping
-from typing import Any
 
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.claiming import Claiming
+from torchtitan.components.checkpointer.deletions import is_pinned
 from torchtitan.components.checkpointer.discovery import find_steps, require_no_lost_links
 from torchtitan.components.checkpointer.errors import CheckpointReadError
 from torchtitan.components.checkpointer.formats import marker_folders
@@ -27,23 +25,16 @@ from torchtitan.components.checkpointer.history import (
     REPLACED,
     supersede,
     supersede_newer,
-    superseded_names,
     SUPERSEDED_RECORD,
 )
 from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
-from torchtitan.components.checkpointer.retention import plan_purge, purge_thread
-from torchtitan.components.checkpointer.waiting import explanation
+from torchtitan.components.checkpointer.purging import Purging
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 
-class Housekeeping(Claiming):
+class Housekeeping(Claiming, Purging):
     """A base of the managers, see the top of the file."""
-
-    keep_latest_k: int
-    timeout_seconds: float = 600
-    purge_queue: "queue.Queue[str | None]"
-    purge_thread: threading.Thread | None
 
     _loaded_step: int | None
     """The step that this run goes on from, 0 for none; None before anything was loaded."""
@@ -55,9 +46,6 @@ class Housekeeping(Claiming):
     _has_replaced: bool = False
     _gave_up: bool = False
     """Whether a save was given up, which then may still be running."""
-
-    # Queued for deletion: a directory that is half gone must not be taken for a save that died.
-    _expiring: frozenset[str] = frozenset()
 
     def _make_ready(
         self,
@@ -73,14 +61,18 @@ class Housekeeping(Claiming):
 
         def act() -> list[str]:
             self._require_claim()
+            self._deletions.begin_cycle()
             self._delete_replaced()
             moved = self._leave_other_history()
             moved += free_name(self._storage, self.folder, checkpoint_id)
             moved += self._put_back_replaced(but=checkpoint_id)
             if with_retention:
+                self._end_deletions()
                 self._purge_stale_checkpoints(is_save_in_flight=False)
-            self._clear_staging(checkpoint_id)
-            return moved + self._clear_path(checkpoint_id)
+            moved += self._clear_staging(checkpoint_id)
+            moved += self._clear_path(checkpoint_id)
+            self._forget_kind(checkpoint_id)
+            return moved
 
         for path in rank_zero_decides(act, group):
             logger.warning(
@@ -91,8 +83,9 @@ class Housekeeping(Claiming):
         self._damaged = {}  # They were not loaded, so they are gone from here.
         self._saved_paths |= {checkpoint_id}
 
-    def _clear_staging(self, checkpoint_id: str) -> None:
-        """Remove what an earlier save left where this one is staged; nothing for one written in place."""
+    def _clear_staging(self, checkpoint_id: str) -> list[str]:
+        """Remove what an earlier save left where this one is staged; where is now what had to be kept."""
+        return []  # nothing for one that is written in place
 
     def _clear_path(self, path: str) -> list[str]:
         """Make room for a save at ``path``; where what another history left there is now."""
@@ -105,19 +98,24 @@ class Housekeeping(Claiming):
                     f"{path} holds {', '.join(found)} as a folder, where a checkpoint has a file. That is "
                     "no save that died, so it is not deleted. Move it away and start again."
                 )
-            self._remove(path)
-            return []
+            return self._clear_leftover(path)
         is_own = self._loaded_step is not None or path in self._saved_paths
         is_good = self._storage.isfile(f"{path}/{MANIFEST}") and path not in self._damaged
         if not is_own or not is_good:
             return [supersede(self._storage, self.folder, path)]
         aside = put_aside(self._storage, self.folder, path)
-        self._expiring -= {aside}
         self._has_replaced = True
         logger.info(
             f"{path} is saved again: the one before waits in {aside} until that is complete."
         )
         return []
+
+    def _clear_leftover(self, path: str) -> list[str]:
+        """Delete what a save or a deletion has left at ``path``, or move it aside; where it is then."""
+        if not is_pinned(self._storage, path):
+            self._remove(path)
+        # What is pinned stays, and so does what cannot be deleted: nothing is written into it.
+        return [supersede(self._storage, self.folder, path)] if self._storage.isdir(path) else []
 
     def _leave_other_history(self) -> list[str]:
         if self._history_settled or self._loaded_step is None:
@@ -145,14 +143,23 @@ class Housekeeping(Claiming):
             return
         waiting = set(self._waiting_steps().values())
         for step, path, _ in find_steps(self._storage, aside, parse=self._parse_step):
-            if path in waiting or path in self._expiring or self._is_left_or_damaged(step, path):
+            is_going = path in self._deletions.waiting
+            if path in waiting or is_going or self._is_left_or_damaged(step, path):
                 continue
-            if self.purge_thread is not None and self.purge_thread.is_alive():
-                self._expiring |= {path}
-                self.purge_queue.put(path)
+            if self._is_wanted(step, path):
+                kept = supersede(self._storage, self.folder, path)
+                logger.info(f"{path} was saved again. It is not deleted, and is now {kept}.")
+            elif self.purge_thread is not None and self.purge_thread.is_alive():
+                self._delete_beside_training(path)
             else:
                 self._remove(path, "whose step was saved again")
         self._remove_if_empty(aside)
+
+    def _is_wanted(self, step: int, path: str) -> bool:
+        """Whether what ``path`` in ``replaced/`` holds stays: it is pinned, or was begun from by its name."""
+        is_protected = self._is_protected(self._create_checkpoint_id(step))
+        is_whole = not self._finder().is_half_deleted(path)
+        return is_whole and (is_protected or is_pinned(self._storage, path))
 
     def _is_left_or_damaged(self, step: int, path: str) -> bool:
         # Of a step of the history that is about to be left every checkpoint is moved aside: nobody has read
@@ -185,6 +192,7 @@ class Housekeeping(Claiming):
                 else:
                     self._storage.remove(target)
             self._storage.move(path, target)
+            self._forget_kind(target)
             self._damaged = {at: why for at, why in self._damaged.items() if at != target}
             logger.info(f"Moved {path} back to {target}: what was to replace it is of no use.")
             self._remove_if_empty(path.rpartition("/")[0])
@@ -195,41 +203,6 @@ class Housekeeping(Claiming):
         if not self._storage.listdir(folder):
             self._remove(folder, "which is empty")
 
-    def _should_purge(self) -> bool:
-        return self.keep_latest_k > 0 and dist.get_rank() == 0 and self._storage.isdir(self.folder)
-
-    def _purge_stale_checkpoints(self, *, is_save_in_flight: bool = True) -> None:
-        """Queue expired checkpoints for deletion, and delete at once what died; rank 0 only."""
-        if not self._should_purge():
-            return
-        found = find_steps(self._storage, self.folder, parse=self._parse_step)
-        left = superseded_names(self._storage, self.folder)
-        skipped = {filesystem.join(self.folder, name) for name in left} | self._damaged.keys()
-        purge = plan_purge(
-            [entry for entry in found if entry[1] not in self._expiring | skipped],
-            self.keep_latest_k,
-            is_save_in_flight=is_save_in_flight,
-            is_complete=self._finder().is_complete_for_any,
-        )
-        for path in purge.abandoned:
-            self._remove(path)
-        self._expiring |= frozenset(purge.expired)
-        for path in purge.expired:
-            self.purge_queue.put(path)
-
-    def _remove(self, path: str, what: str = "left behind by a save that did not finish") -> None:
-        try:
-            self._storage.remove(path)
-            logger.info(f"Deleted {path}, {what}.")
-        except Exception as error:
-            logger.warning(f"Could not delete {path}, {what}: {error}.")
-
-    def _start_purging(self) -> None:
-        """Start the thread that deletes; it belongs to a run that saves and keeps not everything."""
-        arguments: tuple[Any, ...] = (self.purge_queue, self._storage.remove)
-        self.purge_thread = threading.Thread(target=purge_thread, args=arguments, daemon=True)
-        self.purge_thread.start()
-
     def _stop_purging(self) -> None:
         """Delete what is queued, then end the thread; give up after the limit."""
         # A disk that a save was given up on must not be waited for here.
@@ -237,15 +210,5 @@ class Housekeeping(Claiming):
         self._has_replaced = False
         if has_replaced:
             self._delete_replaced()
-        if self.purge_thread is not None and self.purge_thread.is_alive():
-            self.purge_queue.put(None)
-            self.purge_thread.join(self.timeout_seconds)
-            if self.purge_thread.is_alive():
-                # A daemon: it does not keep the process from ending.
-                logger.warning(
-                    f"Deleting expired checkpoints from {self.folder} was given up: "
-                    f"{explanation(self.timeout_seconds)} What is left is deleted by a later run."
-                )
-                return
-        if has_replaced:
+        if self._end_purging() and has_replaced:
             self._delete_replaced()  # the folder around what the thread has deleted

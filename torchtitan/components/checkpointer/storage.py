@@ -11,6 +11,9 @@ from typing import Protocol, runtime_checkable
 
 from torchtitan.tools import filesystem
 
+DELETED = "manifest.deleted"
+"""A file of this name says that the deletion of its directory has begun."""
+
 
 @runtime_checkable
 class CheckpointStorage(Protocol):
@@ -60,8 +63,10 @@ class MovingStorage(CheckpointStorage, Protocol):
 class FilesystemStorage:
     """``MovingStorage`` on a local path or any fsspec URI.
 
-    A backend names the files that make a checkpoint complete in ``markers``: they are deleted
-    before the rest, so that a deletion cut short never leaves what looks complete.
+    A backend names the files that make a checkpoint complete in ``markers``, the commit record first.
+    A deletion begins with the first one of them that is there: it becomes the file ``DELETED``, the
+    others go, then the rest, and ``DELETED`` last. So whenever it is cut short, what is left does not
+    look complete, and is known for what it is.
     """
 
     markers: tuple[str, ...] = ()
@@ -82,9 +87,15 @@ class FilesystemStorage:
             # What it leads to lies in another folder and belongs to somebody else.
             filesystem.remove_file(path)
             return
+        tombstone = f"{path}/{DELETED}"
         for marker in self.markers:
-            filesystem.remove_file(f"{path}/{marker}")
-        filesystem.rmtree(path)
+            file = f"{path}/{marker}"
+            if filesystem.isfile(tombstone) or not filesystem.isfile(file):
+                filesystem.remove_file(file)
+            else:
+                # Renamed and not written: a full disk is what deletions are mostly for.
+                filesystem.rename(file, tombstone)
+        filesystem.rmtree(path, last=DELETED)
         # The local rmtree goes on past entries it cannot delete.
         if filesystem.exists(path):
             raise OSError(f"{path} could not be deleted completely; check its permissions")

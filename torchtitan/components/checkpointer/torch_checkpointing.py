@@ -168,13 +168,11 @@ class TorchCheckpointingManager(BaseCheckpointManager):
     def _kind_of(self, checkpoint_id: str) -> Kind:
         return index.kind_of(self._storage, checkpoint_id, self._full_keys())
 
-    def _clear_staging(self, checkpoint_id: str) -> None:
+    def _clear_staging(self, checkpoint_id: str) -> list[str]:
         folder, _, name = checkpoint_id.rpartition("/")
         staging_id = f"{folder}/{self._temp_dir_prefix}{name}"
-        if self._storage.isdir(staging_id):
-            # Files of ranks that are no more would become part of the checkpoint.
-            self._storage.remove(staging_id)
-            logger.info(f"Deleted {staging_id}, left behind by a save that did not finish.")
+        # Files of ranks that are no more would become part of the checkpoint.
+        return self._clear_leftover(staging_id) if self._storage.isdir(staging_id) else []
 
     @property
     def _is_async(self) -> bool:

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch.distributed
-from torchtitan.components.checkpointer import housekeeping
+from torchtitan.tools.logging import logger
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
 
@@ -56,13 +56,27 @@ def test_rank_0_asks_once_whether_the_folder_exists(exists: bool) -> None:
     storage.isdir.assert_called_once_with("/run")
 
 
-def test_while_a_save_is_in_flight_everything_of_ours_counts_and_only_the_oldest_go() -> None:
-    storage = folder_of("step-2", "step-10", "staging-20", "step-7.bak")
-    storage.add("/run/step-30")  # no marker yet
+@pytest.mark.parametrize("in_flight", ["step-30", "staging-30"])
+def test_a_save_in_flight_has_one_place_and_however_many_died_k_minus_one_stay(
+    in_flight: str,
+) -> None:
+    storage = folder_of("step-2", "step-10", "staging-20", "step-7.bak", "step-25")
+    del storage.entries["/run/step-25/done"]  # it died, or is it the one in flight?
+    storage.add(f"/run/{in_flight}")
     manager = bare(storage)
     with on_rank(0):
         manager._purge_stale_checkpoints()
-    assert queued(manager) == ["/run/step-2", "/run/step-10"]
+    assert queued(manager) == ["/run/step-2"]
+    assert storage.calls == []
+
+
+def test_called_by_itself_it_keeps_the_newest_k() -> None:
+    storage = folder_of("step-2", "step-10", "step-9", "step-30")
+    storage.add("/run/step-20")  # older than the newest, so it is not in flight
+    manager = bare(storage)
+    with on_rank(0):
+        manager._purge_stale_checkpoints()
+    assert queued(manager) == ["/run/step-2", "/run/step-9"]
     assert storage.calls == []
 
 
@@ -89,10 +103,10 @@ def test_what_cannot_be_deleted_is_a_warning_and_the_others_still_go() -> None:
     storage = folder_of("step-1", "step-2", complete=False)
     storage.undeletable.add("/run/step-1")
     manager = bare(storage)
-    with on_rank(0), patch.object(housekeeping, "logger") as logger:
+    with on_rank(0), patch.object(logger, "warning") as warning:
         manager._purge_stale_checkpoints(is_save_in_flight=False)
     assert storage.listdir("/run") == ["step-1"]
-    assert "/run/step-1" in logger.warning.call_args.args[0]
+    assert "/run/step-1" in warning.call_args.args[0]
 
 
 def ready(storage: MemoryStorage, *, loaded: int | None, keep: int = 2) -> BareManager:
@@ -102,9 +116,9 @@ def ready(storage: MemoryStorage, *, loaded: int | None, keep: int = 2) -> BareM
 
 
 def make_ready(manager: BareManager, step: int) -> list[str]:
-    with on_rank(0), patch.object(housekeeping, "logger") as logger:
+    with on_rank(0), patch.object(logger, "warning") as warning:
         manager._make_ready(f"/run/step-{step}", None, with_retention=True)
-    return [call.args[0] for call in logger.warning.call_args_list]
+    return [call.args[0] for call in warning.call_args_list]
 
 
 def test_the_other_history_leaves_before_retention_counts() -> None:

@@ -57,7 +57,9 @@ def test_the_loss_of_the_marker_is_durable_before_anything_else_goes(
         "fsync_dir",
         lambda folder: (order.append(f"sync {(path / MARKER).exists()}"), sync(folder)),
     )
-    monkeypatch.setattr(filesystem, "rmtree", lambda p: (order.append("delete"), delete(p)))
+    monkeypatch.setattr(
+        filesystem, "rmtree", lambda p, **how: (order.append("delete"), delete(p, **how))
+    )
     CheckpointFiles().remove(str(path))
     assert order == ["sync False", "delete"]
 
@@ -66,7 +68,7 @@ def test_what_cannot_be_deleted_completely_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path, MARKER)
-    monkeypatch.setattr(filesystem, "rmtree", lambda path: None)
+    monkeypatch.setattr(filesystem, "rmtree", lambda path, **how: None)
     with pytest.raises(OSError, match="could not be deleted completely"):
         FilesystemStorage().remove(str(path))
 

@@ -10,6 +10,7 @@ page cache and syncs: a file when it is closed, a directory before and after it 
 
 import io
 import os
+import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch_checkpointing.storage.filesystem import (
 from typing_extensions import Buffer
 
 from torchtitan.components.checkpointer.formats import MARKERS
+from torchtitan.components.checkpointer.storage import DELETED
 from torchtitan.tools import filesystem
 
 
@@ -90,6 +92,16 @@ class DurableStorage(LocalFileSystemStorage):
         for folder in dict.fromkeys((dst_path.parent, src_path.parent)):
             filesystem.fsync_dir(os.fspath(folder))
 
+    def rmdir(self, path: Path) -> None:
+        """Delete a directory with all in it; what says that it is being deleted goes last."""
+        if os.path.lexists(path / DELETED):
+            for entry in path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != DELETED:
+                    entry.unlink()
+        super().rmdir(path)
+
     def delete(self, path: Path) -> None:
         """Delete a file, durably."""
         filesystem.remove_file(os.fspath(path))
@@ -137,9 +149,14 @@ class BackendCheckpointStorage:
             # What it leads to lies in another folder and belongs to somebody else.
             os.unlink(path)
             return
-        # What makes a checkpoint complete goes first: a deletion cut short leaves no complete one.
+        # What makes a checkpoint complete goes first: a deletion cut short leaves no complete one, and
+        # what it leaves is known by this name.
+        is_marked = self.isfile(f"{path}/{DELETED}")
         for marker in MARKERS:
-            if self._storage.exists(Path(path, marker)):
+            if not is_marked and self.isfile(f"{path}/{marker}"):
+                self._storage.rename(Path(path, marker), Path(path, DELETED))
+                is_marked = True
+            elif self._storage.exists(Path(path, marker)):
                 self._storage.delete(Path(path, marker))
         self._storage.rmdir(Path(path))
 

@@ -21,7 +21,7 @@ from torch_checkpointing.storage.filesystem import (
 from torch_checkpointing.types import RankInfo
 from torchtitan.components.checkpointer.formats import MARKERS
 from torchtitan.components.checkpointer.history import renames
-from torchtitan.components.checkpointer.storage import MovingStorage
+from torchtitan.components.checkpointer.storage import DELETED, MovingStorage
 from torchtitan.components.checkpointer.tc.commit import CommitBarrierConfig, GroupCommit
 from torchtitan.components.checkpointer.tc.storage import (
     BackendCheckpointStorage,
@@ -220,9 +220,12 @@ def test_questions_about_paths_go_to_the_storage_of_the_library() -> None:
     library.exists.side_effect = lambda path: path.name == MARKERS[0]
     library.reset_mock()
     storage.remove("/run/step-1")
-    assert [call[0] for call in library.method_calls if call[0] != "exists"] == ["delete", "rmdir"]
-    library.delete.assert_called_once_with(Path("/run/step-1", MARKERS[0]))
-    library.rmdir.assert_called_once_with(Path("/run/step-1"))
+    asked = ("exists", "isdir")
+    changes = [call[:2] for call in library.method_calls if call[0] not in asked]
+    assert changes == [
+        ("rename", (Path("/run/step-1", MARKERS[0]), Path("/run/step-1", DELETED))),
+        ("rmdir", (Path("/run/step-1"),)),
+    ]
 
 
 def test_a_local_storage_renames_and_of_another_nobody_knows(storage: DurableStorage) -> None:
@@ -260,10 +263,19 @@ def test_a_deletion_cut_short_leaves_no_complete_checkpoint(
     path.mkdir()
     for name in (marker, "model_0.pt"):
         (path / name).touch()
+    with patch.object(Path, "iterdir", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            BackendCheckpointStorage(storage).remove(str(path))
+    # What makes it complete has become what says that it is not, and that is on the disk.
+    ((folder, left),) = disk.synced
+    assert folder == "step-1" and sorted(left) == sorted(os.listdir(path)) == [
+        DELETED,
+        "model_0.pt",
+    ]
     with patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             BackendCheckpointStorage(storage).remove(str(path))
-    assert os.listdir(path) == ["model_0.pt"] and disk.synced == [("step-1", ["model_0.pt"])]
+    assert os.listdir(path) == [DELETED], "it goes last"
     BackendCheckpointStorage(storage).remove(str(path))
     assert not path.exists()
 
