@@ -1,6 +1,5 @@
 """The file of structured records: named, complete, flushed, and never in the way of training."""
 
-import contextlib
 import json
 import logging
 import os
@@ -10,15 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from torchtitan.observability import structured_logger as sl
+from torchtitan.observability.growing_file import GrowingFile
 from torchtitan.observability.structured_logger.jsonl_handler import (
     MAX_MESSAGE_SIZE,
     register_jsonl_handler,
     TraceJsonlFormatter,
     TraceJsonlHandler,
 )
+
+from tests.unit_tests.small_disk import fill, small_disk
 
 KEYS = set(
     "delta_ms tid rank global_rank local_rank source host_name pid step relative_step step_tags time "
@@ -32,6 +35,11 @@ def make_record(message: str = "text", **extra: object) -> logging.LogRecord:
     return logger.makeRecord(
         logger.name, logging.INFO, "/src/file.py", 3, message, (), None, "work", extra
     )
+
+
+def read(handler: TraceJsonlHandler) -> list[dict[str, object]]:
+    """The records in the file; every line has to be a whole one."""
+    return [json.loads(line) for line in Path(handler.baseFilename).read_text().splitlines()]
 
 
 @pytest.fixture
@@ -95,18 +103,68 @@ def test_registering_adds_one_handler_to_the_logger_that_is_given(tmp_path: Path
     handler.close()
 
 
+def log_events(handler: TraceJsonlHandler, *names: str) -> None:
+    for name in names:
+        handler.handle(make_record(**sl.event_extra(name)))
+
+
 def test_a_disk_that_fails_is_reported_once_and_raises_nothing(
-    handler: TraceJsonlHandler, caplog: pytest.LogCaptureFixture
+    handler: TraceJsonlHandler, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):
-    full_disk = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 (closing it fails, too)
-    healthy = handler.setStream(full_disk)
-    for _ in range(3):
-        handler.handle(make_record(**sl.event_extra("name")))
-    with contextlib.suppress(OSError):
-        full_disk.close()
-    handler.stream = healthy
+    with patch.object(handler, "_file", GrowingFile("/dev/full")):
+        log_events(handler, "a", "b", "c")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "misses records" in caplog.text and handler.baseFilename in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+    # Once there is room, it goes on.
+    log_events(handler, "d")
+    assert [record["event_name"] for record in read(handler)] == ["d"]
+
+
+def test_a_log_that_cannot_even_begin_is_one_warning_and_begins_when_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    in_the_way = tmp_path / "structured_logs"
+    in_the_way.write_text("a file where the folder should be")
+    handler = TraceJsonlHandler(0, "training", str(tmp_path))
+    log_events(handler, "a", "b")
+    in_the_way.unlink()
+    log_events(handler, "c")
+    handler.close()
+    assert [record["event_name"] for record in read(handler)] == ["c"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_log_goes_on_when_there_is_room(tmp_path: Path):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        handler = TraceJsonlHandler(0, "training", str(disk))
+        log_events(handler, "before")
+        ballast = fill(disk)
+        names = [f"lost {number}" for number in range(20)]
+        log_events(handler, *names)
+        ballast.unlink()
+        log_events(handler, "after")
+        handler.close()
+        found = [str(record["event_name"]) for record in read(handler)]
+    # The page that was begun takes a few more.
+    kept = found[1:-1]
+    assert found[0] == "before" and found[-1] == "after" and kept == names[: len(kept)]
+    assert len(kept) < len(names)
+
+
+def test_an_event_that_nobody_can_write_down_is_left_out(
+    handler: TraceJsonlHandler, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+):
+    class Unspeakable:
+        def __repr__(self) -> str:
+            raise ValueError("mine")
+
+    for value in (Unspeakable(), Unspeakable(), 3):
+        record = make_record(**sl.event_extra("name"))
+        record.value = value
+        handler.handle(record)
+    assert [record["value"] for record in read(handler)] == [3]
+    assert len(caplog.records) == 1 and "Traceback" not in capfd.readouterr().err
 
 
 def test_a_killed_process_leaves_every_record_it_made(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 Every record is handed to the kernel before the call returns, so the log of a process that is
 killed with SIGKILL ends at its last event. (A power cut may still lose the tail: no fsync here.)
+A disk that takes no records is one warning, and no end of the run, not even at its start.
 
     logging record -> TraceEventsOnlyFilter -> TraceJsonlFormatter -> TraceJsonlHandler
         -> <output_dir>/structured_logs/<source>.global_rank_<r>.<start>-<random>.jsonl
@@ -19,6 +20,7 @@ import threading
 import time
 from typing import Any
 
+from torchtitan.observability.growing_file import GrowingFile
 from torchtitan.observability.structured_logger import state
 from torchtitan.observability.structured_logger.records import (
     event_extra,
@@ -115,28 +117,53 @@ def _task_name() -> str:
     return threading.current_thread().name if task is None else task.get_name()
 
 
-class TraceJsonlHandler(logging.FileHandler):
-    """Appends records to a new file of this process; flushes each of them."""
+class TraceJsonlHandler(logging.Handler):
+    """Appends records to a new file of this process, each before the call returns."""
 
     def __init__(self, rank: int, source: str, output_dir: str) -> None:
-        folder = os.path.join(output_dir, FOLDER)
-        os.makedirs(folder, exist_ok=True)
+        logging.Handler.__init__(self)
         # A restarted run must add a file, never overwrite the log of the run that died.
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        path = os.path.join(folder, f"{source}.global_rank_{rank}.{stamp}.jsonl")
-        logging.FileHandler.__init__(self, path, mode="a", encoding="utf-8")
+        name = f"{source}.global_rank_{rank}.{stamp}.jsonl"
+        self._file = GrowingFile(os.path.join(output_dir, FOLDER, name))
+        self.baseFilename = self._file.path
         self.setFormatter(TraceJsonlFormatter(rank, source))
         self.addFilter(TraceEventsOnlyFilter())
         self._warned = False
+        self._write(b"")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append ``record``; after a failure the next one is tried all the same."""
+        try:
+            line = f"{self.format(record)}\n".encode()
+        except Exception:  # a record that nobody can format
+            self.handleError(record)
+        else:
+            self._write(line)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (name given by logging)
-        """Say once that the log has holes; a full disk must not stop training or flood its output."""
+        """Say that the log has holes, without the traceback that ``logging`` would print for each."""
+        self._tell(sys.exc_info()[1])
+
+    def close(self) -> None:
+        """Let go of the file; threads that outlive the exit of Python may still log."""
+        self._file.close()
+        logging.Handler.close(self)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._file.append(line)
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        # Once: a full disk must not stop training or flood its output.
         if not self._warned:
             self._warned = True
-            error = sys.exc_info()[1]
             logging.getLogger(__name__).warning(
-                f"the structured log {self.baseFilename} misses records: {error!r}. Training goes on; "
-                "free space on that disk, or choose another --dump_folder."
+                f"the structured log {self.baseFilename} misses records: {error!r}. Training goes on, and "
+                "so does the log when it can be written again; free space on that disk, or choose another "
+                "--dump_folder."
             )
 
 
