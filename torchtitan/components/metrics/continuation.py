@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -74,6 +75,8 @@ def write_record(path: str, record: RunRecord) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
+        with suppress(OSError):
+            os.unlink(unfinished)
         logger.warning(
             f"Could not write {path}: {error}. Training goes on, but a restart will begin new curves."
         )

@@ -1,7 +1,8 @@
 """Places that numbers go to, and TensorBoard as one of them.
 
 The one fact to know: numbers are worth less than training. A place that fails while a run goes on
-is given up with one message, and the run goes on; only opening a place may fail.
+is given up with one message, and the run goes on; one that is full is tried again with the next numbers.
+Only opening a place may fail, and not because it is full.
 
     MetricsProcessor -> LoggerContainer -> TensorBoardLogger | WandBLogger | yours
 """
@@ -9,6 +10,8 @@ is given up with one message, and the run goes on; only opening a place may fail
 import json
 from typing import Any
 
+from torchtitan.components.metrics.event_file import EventFile
+from torchtitan.observability.growing_file import is_full
 from torchtitan.tools.logging import logger
 
 
@@ -33,30 +36,30 @@ class TensorBoardLogger(BaseLogger):
         purge_step: int | None = None,
     ) -> None:
         """Add a file to ``log_dir``; from ``purge_step`` on it replaces what earlier files there say."""
+        self._tag = tag
+        text = {}
+        if config_dict is not None:
+            text["config"] = f"```\n{json.dumps(config_dict, indent=2)}\n```"
         try:
-            # Late: it costs a second to import, and only runs that use it need the package.
-            from torch.utils.tensorboard import SummaryWriter
+            self._file = EventFile(log_dir, purge_step=purge_step, text=text)
         except ImportError as error:
             raise ImportError(
                 "metrics.enable_tensorboard was asked for, but the package tensorboard cannot be "
                 f"imported ({error}). Install tensorboard, or set --metrics.no-enable-tensorboard."
             ) from error
-        self._tag = tag
-        self._writer = SummaryWriter(log_dir, purge_step=purge_step)
-        if config_dict is not None:
-            text = f"```\n{json.dumps(config_dict, indent=2)}\n```"
-            self._writer.add_text("config", text, global_step=purge_step)
+        try:
+            self._file.begin()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            # The first numbers try it again, and whoever logs them says so if that fails too.
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(
-                name if self._tag is None else f"{self._tag}/{name}", value, step
-            )
-        # A thread writes, on some file systems only when told to: a killed run must not lose this.
-        self._writer.flush()
+        prefix = "" if self._tag is None else f"{self._tag}/"
+        self._file.add_scalars({f"{prefix}{name}": it for name, it in metrics.items()}, step)
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class LoggerContainer(BaseLogger):
@@ -64,6 +67,7 @@ class LoggerContainer(BaseLogger):
 
     def __init__(self) -> None:
         self.loggers: list[BaseLogger] = []
+        self._full: list[BaseLogger] = []
 
     def add_logger(self, metric_logger: BaseLogger) -> None:
         self.loggers.append(metric_logger)
@@ -72,14 +76,22 @@ class LoggerContainer(BaseLogger):
         for metric_logger in list(self.loggers):
             try:
                 metric_logger.log(metrics, step)
-            except (
-                Exception
-            ) as error:  # a full disk or a lost network is no reason to stop training
-                self.loggers.remove(metric_logger)
-                logger.error(
-                    f"{type(metric_logger).__name__} could not write the metrics of step {step}: {error!r}. "
-                    "It gets no more of them; training goes on."
-                )
+            except Exception as error:  # no reason to stop training
+                self._pass_over(metric_logger, step, error)
+
+    def _pass_over(self, metric_logger: BaseLogger, step: int, error: Exception) -> None:
+        failed = (
+            f"{type(metric_logger).__name__} could not write the metrics of step {step}: {error!r}."
+        )
+        if not is_full(error):
+            self.loggers.remove(metric_logger)
+            logger.error(f"{failed} It gets no more of them; training goes on.")
+        elif metric_logger not in self._full:
+            self._full.append(metric_logger)
+            logger.warning(
+                f"{failed} Training goes on, and so does this as soon as there is room; what comes until "
+                "then is left out."
+            )
 
     def close(self) -> None:
         for metric_logger in self.loggers:

@@ -1,11 +1,14 @@
 """Where the numbers go: every place gets all of them, and none can stop the training."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from torch.utils.tensorboard import SummaryWriter as TorchWriter
 from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
@@ -14,8 +17,15 @@ from torchtitan.components.metrics import (
 )
 from torchtitan.observability import structured_logger as sl
 
-from tests.unit_tests.components.metrics.doubles import dims, read_scalars, Recorder
+from tests.unit_tests.components.metrics.doubles import (
+    begin,
+    dims,
+    log_steps,
+    read_scalars,
+    Recorder,
+)
 from tests.unit_tests.observability.reading import records_below
+from tests.unit_tests.small_disk import fill, small_disk
 
 
 def test_tensorboard_gets_every_metric_at_once(tmp_path: Path) -> None:
@@ -31,13 +41,74 @@ def test_tensorboard_gets_every_metric_at_once(tmp_path: Path) -> None:
     assert read_scalars(tmp_path)["mine/validation_metrics/loss"] == [(1, 3.0)]
 
 
-def test_tensorboard_holds_nothing_back(tmp_path: Path) -> None:
-    tensorboard = TensorBoardLogger(str(tmp_path))
-    # Whether the file system holds back what is written differs; only the order to write does not.
-    with patch.object(tensorboard, "_writer", wraps=tensorboard._writer) as writer:
-        tensorboard.log({"a": 1.0, "b": 2.0}, 3)
-    assert [name for name, _, _ in writer.mock_calls] == ["add_scalar", "add_scalar", "flush"]
-    tensorboard.close()
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        built = MetricsProcessor.Config(enable_tensorboard=True).build(
+            parallel_dims=dims(), dump_folder=str(disk)
+        )
+        log_steps(built, range(1, 3))
+        ballast = fill(disk)
+        log_steps(built, range(3, 40))
+        ballast.unlink()
+        log_steps(built, range(40, 42))
+        built.close()
+        found = [step for step, _ in read_scalars(disk)["grad_norm"]]
+    # The page that was begun takes a few more.
+    kept = found[2:-2]
+    assert found[:2] == [1, 2] and found[-2:] == [40, 41]
+    assert kept == list(range(3, 3 + len(kept))) and len(kept) < 37
+    told = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert [record.levelname for record in told] == ["WARNING"]
+    assert f"TensorBoardLogger could not write the metrics of step {3 + len(kept)}" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_full_disk_keeps_no_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        ballast = fill(disk)
+        built = begin(disk, 4, enable_tensorboard=True)
+        log_steps(built, range(5, 7))
+        ballast.unlink()
+        log_steps(built, range(7, 9))
+        built.close()
+        found = read_scalars(disk)
+        assert not list(disk.rglob("*.tmp"))
+    assert [step for step, _ in found["grad_norm"]] == [7, 8]
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 2 and "metrics_run.json" in told[0] and "of step 5" in told[1]
+
+
+def test_a_place_that_is_no_folder_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "tb").write_text("a file")
+    with pytest.raises(FileExistsError):
+        TensorBoardLogger(str(tmp_path / "tb"))
+
+
+def test_the_files_say_what_those_of_torch_say(tmp_path: Path) -> None:
+    config, metrics = {"a": {"b": [1, 2]}}, {"loss": 2.5, "tokens": 3, "tensor": torch.tensor(0.5)}
+    with TorchWriter(str(tmp_path / "torch"), purge_step=5) as torch_writer:
+        text = f"```\n{json.dumps(config, indent=2)}\n```"
+        torch_writer.add_text("config", text, global_step=5)
+        for name, value in metrics.items():
+            torch_writer.add_scalar(f"mine/{name}", value, 7)
+    ours = TensorBoardLogger(str(tmp_path / "ours"), "mine", config, purge_step=5)
+    ours.log(metrics, 7)
+    ours.close()
+    assert events_of(tmp_path / "ours") == events_of(tmp_path / "torch")
+
+
+def events_of(folder: Path) -> list[Any]:
+    """The events of the only file in ``folder``, without when and by whom they were written."""
+    (file,) = folder.glob("events.*")
+    events = list(EventFileLoader(str(file)).Load())
+    for event in events:
+        event.ClearField("wall_time")
+        event.ClearField("source_metadata")
+    return events
 
 
 def test_tensorboard_files_have_their_places(tmp_path: Path) -> None:
