@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from torchtitan.tools.lasting_output import fill_closed_descriptors, LastingOutput
 from torchtitan.tools.signals import LAUNCHER_PID, StopRequested, StopSignals
 
 
@@ -44,12 +45,16 @@ class LauncherSignals(StopSignals):
 
 def main() -> None:
     """Run torchrun with the arguments of this process."""
+    fill_closed_descriptors()
     os.environ[LAUNCHER_PID] = str(os.getpid())
     # torchrun copies what the ranks print to its own output, which a pipe or a file would hold back
     # by the kilobyte: whoever follows a run through `tee` sees nothing for minutes.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+    if sys.stdout is not None:
+        # What copies ends at its first error, and the ranks go on unseen.
+        sys.stdout = LastingOutput(sys.stdout)
     # What torchrun handles itself, ignored or not; the others are handled here.
     sys.argv.insert(1, "--signals-to-handle=SIGQUIT")
     with LauncherSignals():

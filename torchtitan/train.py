@@ -21,6 +21,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer.waiting import leave_if_given_up
 from torchtitan.observability import structured_logger as sl
 from torchtitan.preflight import parse_or_exit
+from torchtitan.tools.lasting_output import fill_closed_descriptors
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.signals import stop_with_launcher, StopRequested, StopSignals
 from torchtitan.trainer import Trainer
@@ -28,6 +29,7 @@ from torchtitan.trainer import Trainer
 
 def main() -> None:
     """Train as the command line says; the exit code says how it ended."""
+    fill_closed_descriptors()
     init_logger()
     with StopSignals() as signals:
         stop_with_launcher()

@@ -10,6 +10,7 @@ import os
 import sys
 
 from torchtitan.tools.console_filter import BriefFilter
+from torchtitan.tools.lasting_output import LastingOutput
 
 logger = logging.getLogger()
 
@@ -24,7 +25,8 @@ def init_logger() -> None:
     """Send INFO and above to stdout; may be called again, for example after stdout was replaced."""
     rank = int(os.environ.get("RANK", "0"))
     prefix = "[titan]" if rank == 0 else f"[titan rank {rank}]"
-    handler = _TitanHandler(sys.stdout)
+    stream = sys.stdout or sys.stderr  # None where whoever started this process has closed it
+    handler = _TitanHandler(None if stream is None else LastingOutput(stream))
     handler.setFormatter(
         logging.Formatter(f"{prefix} %(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     )

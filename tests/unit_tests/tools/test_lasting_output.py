@@ -1,0 +1,80 @@
+"""A standard output that is closed, full or read by nobody ends no program, and is told once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.unit_tests.small_disk import fill, small_disk
+from tests.unit_tests.structure.sources import ROOT
+
+BEGIN = "import sys; from torchtitan.tools.logging import init_logger, logger; init_logger(); "
+THREE_LINES = BEGIN + "[logger.info(f'line {n} ' + 'x' * 5000) for n in range(3)]"
+
+
+# Where it is set, Python holds nothing back, and there is less that can go wrong.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def run(code: str, stdout: int | IO[bytes]) -> str:
+    """Run ``code``, which has to end well; what it says on the standard error."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def told_once(stderr: str) -> bool:
+    return stderr.count("\n") == 1 and "lines of the log are lost" in stderr
+
+
+def test_a_reader_that_is_gone_is_told_once_and_ends_nothing() -> None:
+    for_nobody, writes_there = os.pipe()
+    os.close(for_nobody)
+    stderr = run(f"{THREE_LINES}; print('of a library', flush=True)", writes_there)
+    os.close(writes_there)
+    assert told_once(stderr) and "BrokenPipeError" in stderr
+
+
+def test_a_full_disk_under_the_output_is_told_once_and_ends_nothing() -> None:
+    with open("/dev/full", "wb") as full:
+        stderr = run(f"{THREE_LINES}; print('of a library')", full)
+    assert told_once(stderr) and "No space left" in stderr
+
+
+def test_lines_come_again_when_the_disk_has_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        with open(disk / "log", "wb") as log:
+            ballast = fill(disk)
+            code = f"{THREE_LINES}; import os; os.unlink({str(ballast)!r}); logger.info('room')"
+            assert told_once(run(code, log))
+        text = (disk / "log").read_text()
+    assert text.rstrip().endswith("INFO room")
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_a_program_that_was_started_with_closed_streams_opens_no_file_in_their_place(
+    closed: str, tmp_path: Path
+) -> None:
+    code = (
+        "import os; from torchtitan.tools.lasting_output import fill_closed_descriptors as fill; "
+        f"fill(); {THREE_LINES}; file = open({str(tmp_path / 'data')!r}, 'w'); "
+        "os.write(1, b'of C++'); os.write(2, b'of C++'); sys.exit(file.fileno() <= 2)"
+    )
+    closing = " ".join(f"{number}>&-" for number in closed.split())
+    shell = f'exec "$0" -c "$1" {closing}'
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable, code], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0 and (tmp_path / "data").read_bytes() == b""
