@@ -4,7 +4,7 @@ Rank 0 acts, while no save is in flight. Histories are settled first: retention 
 checkpoints of a future that this run has left.
 
     base.save -> _make_ready -> end what was replaced -> leave the other history -> put back what was
-                 replaced in vain -> retention -> clear the path of the save
+                 replaced in vain -> retention -> clear the path of the save -> is there room for it
 
 At every point in between the newest checkpoint that this run may go on from is there and is found.
 """
@@ -28,12 +28,12 @@ from torchtitan.components.checkpointer.history import (
     SUPERSEDED_RECORD,
 )
 from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
-from torchtitan.components.checkpointer.purging import Purging
+from torchtitan.components.checkpointer.room_check import RoomCheck
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 
-class Housekeeping(Claiming, Purging):
+class Housekeeping(Claiming, RoomCheck):
     """A base of the managers, see the top of the file."""
 
     _loaded_step: int | None
@@ -62,6 +62,7 @@ class Housekeeping(Claiming, Purging):
         def act() -> list[str]:
             self._require_claim()
             self._deletions.begin_cycle()
+            self._sweep_unfinished()
             self._delete_replaced()
             moved = self._leave_other_history()
             moved += free_name(self._storage, self.folder, checkpoint_id)
@@ -72,6 +73,7 @@ class Housekeeping(Claiming, Purging):
             moved += self._clear_staging(checkpoint_id)
             moved += self._clear_path(checkpoint_id)
             self._forget_kind(checkpoint_id)
+            self._require_room(checkpoint_id, is_last=not with_retention)
             return moved
 
         for path in rank_zero_decides(act, group):
@@ -82,6 +84,7 @@ class Housekeeping(Claiming, Purging):
         self._history_settled = True
         self._damaged = {}  # They were not loaded, so they are gone from here.
         self._saved_paths |= {checkpoint_id}
+        self._begun |= {checkpoint_id}
 
     def _clear_staging(self, checkpoint_id: str) -> list[str]:
         """Remove what an earlier save left where this one is staged; where is now what had to be kept."""
