@@ -167,9 +167,15 @@ class Trainer(TrainStep, Stateful, Configurable):
                 logger.info(f"Config: {text}")
             if self.debug.save_config_file and dist.get_rank() == 0:
                 path = Path(self.dump_folder, self.debug.save_config_file)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
-                logger.info(f"Wrote the config to {path}")
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(text)
+                except OSError as error:  # whatever can be told before a run was
+                    logger.warning(
+                        f"Could not write the config to {path}: {error}. Training goes on."
+                    )
+                else:
+                    logger.info(f"Wrote the config to {path}")
 
     def __init__(self, config: Config) -> None:
         self.config = config = assembly.fitted(config)
@@ -369,7 +375,8 @@ class Trainer(TrainStep, Stateful, Configurable):
         """The step in hand never ran; keep the one before it, which may not have been saved."""
         self.step -= 1
         logger.warning(f"{error} Training ends after step {self.step}.")
-        if self.step > max(loaded_step, self._saved_step):
+        is_new = self.step > loaded_step
+        if is_new and (self.step > self._saved_step or self.checkpointer.has_lost(self.step)):
             self.checkpointer.save(self.step, last_step=True)
 
     def close(self) -> None:

@@ -243,7 +243,10 @@ def _prepare_flight_recorder(comm_config: CommConfig, base_folder: str, backend:
         folder, comm_config.save_traces_file_prefix
     )
     if backend == "nccl":
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            logger.warning(f"Traces of collectives cannot be written to {folder}: {error}.")
 
 
 def _simulated_world() -> tuple[int, int]:

@@ -3,6 +3,7 @@
 Two recorders, each optional: torch.profiler (what ran when, on the CPU and the accelerator) and the
 history of CUDA's allocator (who holds the memory). The one fact to know: steps are counted over the
 whole run, not over this process, so a resumed run traces the steps the uninterrupted one would have.
+A file that cannot be written is one warning; the run and the next files go on.
 
     with Profiler -> step() after every training step
         traces     <save_traces_folder>/iteration_<step>/rank<r>_trace.json.gz
@@ -14,6 +15,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Self
@@ -44,6 +46,7 @@ class MemoryProfiler:
         self._freq = freq
         self._folder = folder
         self._leaf = leaf
+        self._files = _Files("memory snapshot")
         _allocator._record_memory_history(max_entries=max_entries)
 
     def step(self, exit_ctx: bool = False) -> None:
@@ -52,14 +55,10 @@ class MemoryProfiler:
             self.step_num += 1
             if self.step_num % self._freq != 0:
                 return
-        started = time.monotonic()
         step = f"step_{self.step_num:012d}" + ("_exit" if exit_ctx else "")
         folder = os.path.join(self._folder, step, self._leaf)
-        os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"{_rank():06d}_step_{self.step_num}.pickle")
-        with open(path, "wb") as file:
-            pickle.dump(_allocator._snapshot(), file)
-        _log_written("memory snapshot", path, started)
+        self._files.write(path, _dump_snapshot)
 
     def stop(self) -> None:
         _allocator._record_memory_history(enabled=None)
@@ -195,16 +194,13 @@ class Profiler(Configurable):
         if not config.enable_profiling:
             return None
         traces = os.path.join(base_folder, config.save_traces_folder)
+        files = _Files("trace")
 
         def write(profile: torch.profiler.profile) -> None:
-            started = time.monotonic()
             folder = os.path.join(traces, f"iteration_{profile.step_num}", leaf_folder)
-            os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"rank{_rank()}_trace.json.gz")
-            profile.export_chrome_trace(path)
-            _log_written("trace", path, started)
-            if config.trace_post_processor is not None:
-                config.trace_post_processor(path)
+            if files.write(path, profile.export_chrome_trace):
+                files.hand_on(path, config.trace_post_processor)
 
         # Wanted: each trace holds its own cycle.
         warnings.filterwarnings(
@@ -252,6 +248,42 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _log_written(what: str, path: str, started: float) -> None:
-    if _rank() == 0:
-        logger.info(f"Wrote the {what} {path} in {time.monotonic() - started:.2f} s")
+def _dump_snapshot(path: str) -> None:
+    with open(path, "wb") as file:
+        pickle.dump(_allocator._snapshot(), file)
+
+
+class _Files:
+    """Files of one kind, of which any may be missing in the end."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._was_told = False
+
+    def write(self, path: str, fill: Callable[[str], object]) -> bool:
+        """Let ``fill`` write to ``path``; whether it could."""
+        started = time.monotonic()
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fill(path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(path)  # half of one
+            self._tell(f"Could not write the {self._what} {path}: {error}.")
+            return False
+        if _rank() == 0:
+            logger.info(f"Wrote the {self._what} {path} in {time.monotonic() - started:.2f} s")
+        return True
+
+    def hand_on(self, path: str, post_processor: Callable[[str], None] | None) -> None:
+        """Let ``post_processor``, which is somebody else's, do what it likes with the file."""
+        if post_processor is not None:
+            try:
+                post_processor(path)
+            except Exception as error:  # such as an upload without a network
+                self._tell(f"{post_processor!r} failed with the {self._what} {path}: {error!r}.")
+
+    def _tell(self, text: str) -> None:
+        if not self._was_told:
+            self._was_told = True
+            logger.warning(f"{text} Training goes on; the next one is tried again, without a word.")

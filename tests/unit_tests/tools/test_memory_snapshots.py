@@ -93,3 +93,15 @@ def test_another_error_ends_the_recording_without_a_snapshot(
     with pytest.raises(RuntimeError, match="mine"):
         profile(tmp_path, range(1, 4), error=RuntimeError("mine"))
     assert snapshots(tmp_path) == {} and allocator.asked[-1] == {"enabled": None}
+
+
+def test_a_snapshot_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, allocator: Allocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / FOLDER
+    in_the_way.parent.mkdir()
+    in_the_way.write_text("a file where the folder should be")
+    profile(tmp_path, range(1, 9), memory_snapshot_freq=2)
+    found = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(found) == 1 and "Could not write the memory snapshot" in found[0]
+    assert allocator.asked[-1] == {"enabled": None}

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torchtitan.tools.profiler import Profiler
 
+from tests.unit_tests.small_disk import fill, small_disk
+
 
 def profile(folder: Path, steps: range, **settings: Any) -> None:
     """Run ``steps`` under a profiler that starts before the first of them."""
@@ -64,6 +66,39 @@ def test_other_places_can_be_named_for_each_use(tmp_path: Path) -> None:
         profiler.step()
     assert traces(tmp_path) == ["profiling/traces/iteration_10/leaf/rank0_trace.json.gz"]
     assert profiler.torch_profiler is None
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_full_disk_costs_the_traces_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", 256) as disk:
+        ballast = fill(disk)
+        config = Profiler.Config(enable_profiling=True, profile_freq=2, profiler_warmup=1)
+        with config.build(base_folder=str(disk)) as profiler:
+            for step in range(1, 9):
+                if step == 7:
+                    ballast.unlink()
+                profiler.step()
+        assert [path.split("/")[2] for path in traces(disk)] == ["iteration_8"]
+    (warning,) = warnings_in(caplog)
+    assert "Could not write the trace" in warning and "No space left" in warning
+
+
+def test_a_post_processor_that_fails_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def upload(path: str) -> None:
+        raise ConnectionError(f"no network for {path}")
+
+    settings = {"profile_freq": 2, "profiler_warmup": 1, "trace_post_processor": upload}
+    profile(tmp_path, range(1, 9), **settings)
+    assert len(traces(tmp_path)) == 4
+    (warning,) = warnings_in(caplog)
+    assert "upload" in warning and "no network for" in warning
 
 
 def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
