@@ -21,6 +21,11 @@ from torchtitan.tools.signals import stop_with_launcher, StopRequested, StopSign
 task, folder = sys.argv[1:]
 if task == "fail":
     raise SystemExit("planted failure")
+if task == "tell":
+    for number in range(2000):
+        print("line", number, "x" * 80, flush=True)
+    (pathlib.Path(folder) / "done").touch()
+    sys.exit()
 with StopSignals():
     try:
         stop_with_launcher(poll_seconds=0.05)
@@ -112,6 +117,17 @@ def test_a_rank_that_fails_gives_the_launcher_its_exit_code(tmp_path: Path) -> N
     with launch("fail", tmp_path) as run:
         assert run.finish() not in (0, 2), run.output
     assert "planted failure" in run.output
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("ending", ["| head -n 1", ">/dev/full"])
+def test_a_run_whose_output_nobody_takes_goes_on_to_its_end(tmp_path: Path, ending: str) -> None:
+    # The exit code is that of the launcher, not that of what reads.
+    shell = ["bash", "-c", f'set -o pipefail; "$@" {ending}', "bash"]
+    with launch("tell", tmp_path, *shell, "env", "-u", "PYTHONUNBUFFERED") as run:
+        assert run.finish() == 0, run.output
+    assert (tmp_path / "done").exists()
+    assert run.output.count("lines of the log are lost") == 1 and "Traceback" not in run.output
 
 
 @pytest.mark.parametrize("module", ["launch", "train"])
