@@ -5,6 +5,7 @@ operations that must outlive a power cut (``makedirs``, ``rename``) also sync th
 holds the changed name: on Linux the name of a file becomes durable with its directory, not with the file.
 """
 
+import contextlib
 import os
 import shutil
 import stat
@@ -304,8 +305,13 @@ def write_bytes(path: str, content: bytes) -> None:
         fs.pipe_file(inner, content)
         return
     temporary = f"{path}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    rename(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)  # on a disk that is full, too, nothing is left behind
+        raise

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from torchtitan.tools import filesystem
 
+from tests.unit_tests.small_disk import fill, small_disk
+
 
 @pytest.fixture(params=["local", "memory"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -292,3 +294,14 @@ def test_a_write_that_is_cut_short_leaves_the_older_file(
     with pytest.raises(KeyboardInterrupt):
         filesystem.write_bytes(path, b"new")
     assert Path(path).read_bytes() == b"older"
+
+
+def test_a_write_for_which_a_disk_has_no_room_leaves_nothing_new(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        path = str(disk / "file")
+        filesystem.write_bytes(path, b"older")
+        fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            filesystem.write_bytes(path, b"new")
+        assert Path(path).read_bytes() == b"older"
+        assert sorted(filesystem.listdir(str(disk))) == ["ballast", "file"]

@@ -53,8 +53,13 @@ def test_tensors_that_are_tied_are_counted_once() -> None:
     model = OneWeight()
     model.register_parameter("tied", model.weight)
     assert elements(model) == MIB
-    model.register_buffer("a view of another part", torch.zeros(2 * MIB)[MIB:])
-    assert elements(model) == 2 * MIB
+
+
+def test_parts_of_one_memory_are_counted_each() -> None:
+    model, fused = OneWeight(), torch.zeros(2 * MIB)
+    model.register_buffer("queries", fused[:MIB])
+    model.register_buffer("keys", fused[MIB:])
+    assert elements(model) == 3 * MIB
 
 
 def test_the_state_of_any_torch_optimizer_and_plain_values_are_counted() -> None:
