@@ -375,7 +375,8 @@ class Trainer(TrainStep, Stateful, Configurable):
         """The step in hand never ran; keep the one before it, which may not have been saved."""
         self.step -= 1
         logger.warning(f"{error} Training ends after step {self.step}.")
-        if self.step > max(loaded_step, self._saved_step):
+        is_new = self.step > loaded_step
+        if is_new and (self.step > self._saved_step or self.checkpointer.has_lost(self.step)):
             self.checkpointer.save(self.step, last_step=True)
 
     def close(self) -> None:

@@ -61,8 +61,7 @@ def fail_in_the_background(folder: Path, way: Way) -> Any:
             messages.append(message_of(run.manager.close))
             run.manager.close()
         else:
-            run.train(run.step + 1, save=False)
-            messages.append(message_of(run.manager.save, run.step))
+            messages.append(message_of(run.train, run.step + 1))
     # The group that saves use must still be in step on both ranks.
     dist.all_reduce(torch.ones(1))
     return messages

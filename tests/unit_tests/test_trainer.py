@@ -171,6 +171,7 @@ def loop(
     is_exported: bool = False,
     load_step: int = -1,
     tokens_before: int = 8,
+    is_lost: bool = False,
 ) -> list[Any]:
     """The calls that ``train`` makes on its parts, in order."""
     calls: list[Any] = []
@@ -191,7 +192,7 @@ def loop(
         profiler=profiler,
         dump_folder="",
     )
-    trainer.parallel_dims = None
+    trainer.parallel_dims, trainer.model_parts = None, []
 
     def load(step: int) -> bool:
         trainer.step, trainer.ntokens_seen = loaded, loaded * tokens_before
@@ -208,13 +209,15 @@ def loop(
 
     trainer.train_step = train_step
     trainer.checkpointer = SimpleNamespace(
-        load=load, save=save, is_finished=lambda last_step: is_exported
+        load=load,
+        save=save,
+        is_finished=lambda last_step: is_exported,
+        has_lost=lambda step: is_lost,
     )
     trainer.validator = SimpleNamespace(
         should_validate=lambda step: step == 2,
         validate=lambda parts, step: calls.append(("validate", step)),
     )
-    trainer.model_parts = []
     with patch("torchtitan.trainer.dist_utils.set_pg_timeouts"):
         trainer.train()
     return calls
@@ -267,6 +270,17 @@ def test_when_the_data_ends_the_step_before_is_saved_and_the_broken_one_is_not()
 def test_when_the_data_ends_after_a_saved_step_it_is_not_saved_again() -> None:
     calls = loop(9, data_ends_after=2)
     assert [call for call in calls if call[0] == "save"] == [("save", 1, False), ("save", 2, False)]
+
+
+def test_when_the_data_ends_and_the_save_in_flight_is_lost_the_step_is_saved_again() -> None:
+    calls = loop(9, data_ends_after=2, is_lost=True)
+    assert [call for call in calls if call[0] == "save"][-2:] == [
+        ("save", 2, False),
+        ("save", 2, True),
+    ]
+    # What was loaded is there.
+    calls = loop(9, loaded=3, data_ends_after=3, is_lost=True)
+    assert [call for call in calls if call[0] == "save"] == []
 
 
 def test_the_checkpoint_section_is_typed_as_the_base_and_made_by_dcp() -> None:

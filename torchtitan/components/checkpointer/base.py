@@ -206,6 +206,16 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
             with self._counted():
                 self._wait_for_saving()
 
+    def has_lost(self, step: int) -> bool:
+        """Whether a save of ``step`` has begun and failed in the background; waits for it. Collective.
+
+        What it failed with is raised by the next save.
+        """
+        if not self.enable:
+            return False
+        with self._counted():
+            return self._has_lost(step)
+
     def close(self) -> None:
         """Finish the save in flight and the deletions, then raise what went wrong."""
         if getattr(self, "enable", False):
@@ -274,6 +284,9 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
 
     @abstractmethod
     def _close(self) -> None: ...
+
+    def _has_lost(self, step: int) -> bool:
+        return False  # for managers whose save is over when it returns
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         schedule = SaveSchedule(

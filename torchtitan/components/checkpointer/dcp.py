@@ -4,14 +4,12 @@ Every rank writes its shards into ``step-<n>``; rank 0 writes ``.metadata`` ther
 asynchronous modes DCP's collectives run on a gloo group of their own in a background thread,
 because on the training group they would interleave with training's and dead-lock.
 
-    _save -> _make_ready -> dcp_save -> dcp.save | dcp.async_save -> DurableFileSystemWriter
+    saving.py -> _settle, _write -> dcp_save -> dcp.save | dcp.async_save -> DurableFileSystemWriter
     _load -> _choose_start -> dcp_reading.restore -> dcp_load -> dcp.load -> the states
 """
 
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -22,29 +20,25 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import dcp_index
 from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.checkpointer.dcp_entry import enter, taken
 from torchtitan.components.checkpointer.dcp_pinned import PinnedSession
 from torchtitan.components.checkpointer.dcp_reader import reading_through
 from torchtitan.components.checkpointer.dcp_reading import restore
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.discovery import Kind, parse_step
+from torchtitan.components.checkpointer.endings import agree, Verdict
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.formats import (
     CheckpointFiles as _FilesystemCheckpointStorage,
     DCP,
 )
-from torchtitan.components.checkpointer.in_flight import (
-    await_staging,
-    failure_of,
-    saving,
-    told_as_save_error,
-    wait_for_saving,
-)
+from torchtitan.components.checkpointer.in_flight import await_staging, wait_for_saving
 from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
 from torchtitan.components.checkpointer.integrity.verification import Verification
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
-from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.components.checkpointer.saving import SavingManager
 from torchtitan.components.checkpointer.source import Source
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
@@ -59,18 +53,17 @@ from torchtitan.components.checkpointer.state import (
 )
 from torchtitan.components.checkpointer.templates import snapshots
 from torchtitan.config.violations import reject
-from torchtitan.distributed.utils import patience
-from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 __all__ = ["AsyncMode", "CheckpointManager", "SaveDone"]
 
 
-class CheckpointManager(BaseCheckpointManager):
+class CheckpointManager(SavingManager):
     """Saves and loads a run through torch.distributed.checkpoint."""
 
     FORMAT = DCP
+    BACKEND_IN_TRACES = "native_dcp"
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
@@ -131,14 +124,15 @@ class CheckpointManager(BaseCheckpointManager):
         self.staging_future: Future[Any] | None = None
         self._pinned: PinnedSession | None = None
         self._copying_stager: CopyingStager | None = None
-        self._report: SaveReport | None = None
-        self._gave_up = False
         self._reading: Verification | None = None
         self.async_mode = AsyncMode(config.async_mode)
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and not self.load_only:
             means.announce()
         is_async = self.async_mode is not AsyncMode.DISABLED
-        self.pg = own_group(self.timeout_seconds) if is_async else None
+        self.pg = self._settling_group = own_group(self.timeout_seconds) if is_async else None
+        if self.async_mode is AsyncMode.ASYNC and self._failed.goes_on and dist.is_initialized():
+            # A run that goes on may have a save that still uses the first one in its thread.
+            self._settling_group = own_group(self.timeout_seconds)
 
     @property
     def stager(self) -> DefaultStager | None:
@@ -208,8 +202,13 @@ class CheckpointManager(BaseCheckpointManager):
         async_mode: AsyncMode,
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
+        *,
+        refusal: Exception | None = None,
     ) -> "Future[Any] | AsyncSaveResponse | None":
         """Write ``state_dict``; a collective over all ranks.
+
+        Args:
+            refusal: why this rank has nothing to write, which fails the save on all ranks.
 
         Returns:
             None when the checkpoint is durable already, otherwise what ``dcp.async_save``
@@ -217,24 +216,34 @@ class CheckpointManager(BaseCheckpointManager):
         """
         if to_hf:
             raise ValueError("Saving in Hugging Face format is not available yet.")
+        stager = None
+        if async_mode is AsyncMode.ASYNC:
+            stager = self._copying_stager = self._copying_stager or CopyingStager()
         head = self._head_of(state_dict, checkpoint_id)
+        writer = DurableFileSystemWriter(checkpoint_id, stager=stager, head=head)
+        if refusal is not None:
+            writer.refuse(refusal)
+        result: Future[Any] | AsyncSaveResponse | None = None
         if async_mode is AsyncMode.DISABLED:
-            writer = DurableFileSystemWriter(checkpoint_id, head=head)
-            dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)
-            result = None
-        elif async_mode is AsyncMode.ASYNC:
-            if self._copying_stager is None:
-                self._copying_stager = CopyingStager()
-            result = dcp.async_save(
-                state_dict,
-                storage_writer=DurableFileSystemWriter(
-                    checkpoint_id, stager=self._copying_stager, head=head
+            enter(
+                lambda state, writer: dcp.save(
+                    state, storage_writer=writer, checkpoint_id=checkpoint_id
                 ),
-                checkpoint_id=checkpoint_id,
-                process_group=self.pg,
+                state_dict,
+                writer,
+            )
+        elif async_mode is AsyncMode.ASYNC:
+            result = enter(
+                lambda state, writer: dcp.async_save(
+                    state,
+                    storage_writer=writer,
+                    checkpoint_id=checkpoint_id,
+                    process_group=self.pg,
+                ),
+                state_dict,
+                writer,
             )
         else:
-            writer = DurableFileSystemWriter(checkpoint_id, head=head)
             result = self._pinned_session().async_save(state_dict, writer, checkpoint_id)
         if enable_garbage_collection:
             GarbageCollection.collect("after the checkpoint was handed over")
@@ -258,64 +267,48 @@ class CheckpointManager(BaseCheckpointManager):
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
-    def _save(self, curr_step: int, last_step: bool) -> bool:
-        if not self._should_save(curr_step, last_step):
-            if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM and not self.load_only:
-                asked = f"Preparing after step {curr_step} for saves into {self.folder}"
-                self.async_mode = self._pinned_session().prewarm(
-                    asked, self._flattened_model_states_sd
-                )
-            return False
-        sl.add_step_tag("checkpoint_save")
-        due_at = time.monotonic()
-        checkpoint_id = self._create_checkpoint_id(curr_step)
-        asked = saving(curr_step, checkpoint_id)
-        earlier_failure = self._settle_previous(asked, last_step)
-        if earlier_failure is not None and not last_step:
-            raise earlier_failure  # after the last step, the last chance to keep the work comes first
-        mode = AsyncMode.DISABLED if last_step else self.async_mode
-        self._report = SaveReport(
-            curr_step,
-            checkpoint_id,
-            self._storage,
-            background=mode is not AsyncMode.DISABLED,
-            is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
-            due_at=due_at,
-        )
-        limit_seconds = self.timeout_seconds
-        with (
-            told_as_save_error(asked, limit_seconds, folder=self.folder),
-            patience(timedelta(seconds=limit_seconds)),
-        ):
-            # Nothing expires with the last save: no later one needs the space.
-            self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
-            self._report.dispatched()
-            if last_step:
-                self._save_last_step(curr_step)
-            else:
-                self._dispatch(checkpoint_id)
-        if self.save_future is None:
-            self._report.completed_now()
-        if earlier_failure is not None:
-            raise earlier_failure
-        return True
+    @property
+    def _is_async(self) -> bool:
+        return self.async_mode is not AsyncMode.DISABLED
 
-    def _settle_previous(self, asked: str, last_step: bool) -> CheckpointSaveError | None:
-        """Wait for the save in flight; what it failed with."""
-        failure = failure_of(self.maybe_wait_for_saving)
+    def _prewarm(self, curr_step: int) -> None:
+        if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            asked = f"Preparing after step {curr_step} for saves into {self.folder}"
+            self.async_mode = self._pinned_session().prewarm(asked, self._flattened_model_states_sd)
+
+    def _settle(
+        self, asked: str, earlier: CheckpointSaveError | None, curr_step: int, last_step: bool
+    ) -> tuple[Verdict, None]:
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
             state_of = None if last_step else self._flattened_model_states_sd
-            failure, self.async_mode = self._pinned_session().settle(asked, failure, state_of)
-        return failure
+            verdict = self._pinned_session().settle(earlier, state_of)
+            if not verdict.can_stage:
+                self.async_mode = AsyncMode.DISABLED
+            return verdict, None
+        if self.async_mode is AsyncMode.ASYNC:
+            earlier = agree(earlier, self._settling_group)
+        # Without either, no save is ever in flight, and DCP has told all ranks of what failed.
+        return Verdict(earlier, can_stage=self._is_async), None
+
+    def _write(self, checkpoint_id: str, payload: None, curr_step: int, last_step: bool) -> None:
+        assert self._report is not None
+        if last_step:
+            self._save_last_step(curr_step)
+        else:
+            self._dispatch(checkpoint_id)
+        if self.save_future is None:
+            self._report.completed_now()
 
     def _dispatch(self, checkpoint_id: str) -> None:
-        if self.async_mode is not AsyncMode.DISABLED:
+        if self._is_async:
             GarbageCollection.collect("before staging a checkpoint")
+        state, refusal = taken(self._flattened_model_states_sd)
         result = self.dcp_save(
-            self._flattened_model_states_sd(),
+            state,
             checkpoint_id,
             self.async_mode,
             enable_garbage_collection=True,
+            refusal=refusal,
         )
         if isinstance(result, AsyncSaveResponse):
             self.staging_future = result.staging_completion
@@ -329,17 +322,22 @@ class CheckpointManager(BaseCheckpointManager):
         checkpoint_id = self._create_checkpoint_id(curr_step)
         if not self.last_save_model_only:
             logger.info(f"Saving the full state after the last step, {curr_step}.")
-            self.dcp_save(self._flattened_model_states_sd(), checkpoint_id, AsyncMode.DISABLED)
+            state, refusal = taken(self._flattened_model_states_sd)
+            self.dcp_save(state, checkpoint_id, AsyncMode.DISABLED, refusal=refusal)
             return
         logger.info(
             f"Saving only the model, in {self.export_dtype}, after the last step, {curr_step}."
         )
+        state, refusal = taken(
+            lambda: cast_for_export(self.states[MODEL].state_dict(), self.export_dtype)
+        )
         self.dcp_save(
-            cast_for_export(self.states[MODEL].state_dict(), self.export_dtype),
+            state,
             checkpoint_id,
             AsyncMode.DISABLED,
             enable_garbage_collection=True,
             to_hf=self.last_save_in_hf,
+            refusal=refusal,
         )
 
     def _load(self, step: int) -> bool:
@@ -365,7 +363,7 @@ class CheckpointManager(BaseCheckpointManager):
             self._reading = None  # what lies there may be another checkpoint one day
         return True
 
-    def _maybe_wait_for_staging(self) -> None:
+    def _await_staging(self) -> None:
         if self.staging_future is None:
             return
         future, self.staging_future = self.staging_future, None

@@ -15,9 +15,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.components.checkpointer.dcp_entry import enter, taken
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.endings import Verdict
+from torchtitan.components.checkpointer.errors import (
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
+)
 from torchtitan.components.checkpointer.in_flight import told_as_save_error
 from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.pinned import dcp_shards, torch_seam
@@ -48,6 +54,7 @@ class PinnedSession:
         self._group = group
         self._limit_seconds = limit_seconds
         self._find_can_wait = find_can_wait
+        self._refusal: Exception | None = None
 
     def prewarm(self, asked: str, state_of: StateOf) -> AsyncMode:
         """Once, before the first save: start the writer process and take memory beside training.
@@ -58,41 +65,39 @@ class PinnedSession:
         if self.stager is not None:
             return AsyncMode.ASYNC_WITH_PINNED_MEM
         with told_as_save_error(asked, self._limit_seconds):
-            self._open().prewarm(state_of())
-            return self._settle(None, needs_writer=True)[1]
+            self._open().prewarm(self._taken(state_of))
+            verdict = self._settle(None, needs_writer=True)
+        return AsyncMode.ASYNC_WITH_PINNED_MEM if verdict.can_stage else AsyncMode.DISABLED
 
-    def settle(
-        self, asked: str, failure: CheckpointSaveError | None, state_of: StateOf | None
-    ) -> tuple[CheckpointSaveError | None, AsyncMode]:
+    def settle(self, failure: CheckpointSaveError | None, state_of: StateOf | None) -> Verdict:
         """Agree how the previous save ended, and prepare the next one, of ``state_of``. Collective.
 
         Args:
-            asked: begins the error that tells what failed.
             failure: what this rank's previous save failed with.
             state_of: None if the next save will not be staged.
-
-        Returns:
-            How the previous save failed, unless training may go on without it, and the mode of the
-            saves that follow. Both are the same on all ranks.
         """
-        with told_as_save_error(asked, self._limit_seconds, failure):
-            if state_of is not None:
-                self._open().prepare(state_of())
-            return self._settle(failure, needs_writer=state_of is not None)
+        if state_of is not None and not isinstance(failure, CheckpointSaveTimeoutError):
+            self._open().prepare(self._taken(state_of))
+        return self._settle(failure, needs_writer=state_of is not None)
 
     def async_save(
         self, state_dict: dict[str, Any], writer: DurableFileSystemWriter, checkpoint_id: str
     ) -> AsyncSaveResponse:
         """Save what was prepared, which torch hands over to the stager."""
-        response = dcp.async_save(
-            state_dict,
-            storage_writer=writer,
-            checkpoint_id=checkpoint_id,
-            process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=cast(Any, self._open()),
-        )
-        return cast(AsyncSaveResponse, response)
+        if self._refusal is not None:
+            writer.refuse(self._refusal)
+
+        def save(state_dict: dict[str, Any], writer: DurableFileSystemWriter) -> Any:
+            return dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                checkpoint_id=checkpoint_id,
+                process_group=self._group,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=cast(Any, self._open()),
+            )
+
+        return cast(AsyncSaveResponse, enter(save, state_dict, writer))
 
     def close(self) -> None:
         """End the writer process and free the memory; no save may be in flight."""
@@ -117,11 +122,18 @@ class PinnedSession:
             torch_seam.open_route()
         return self.stager
 
-    def _settle(
-        self, failure: CheckpointSaveError | None, *, needs_writer: bool
-    ) -> tuple[CheckpointSaveError | None, AsyncMode]:
+    def _taken(self, state_of: StateOf) -> dict[str, Any]:
+        """The state as plain values; nothing if it cannot be had, which is for the save to fail with."""
+        state, self._refusal = taken(
+            lambda: {
+                key: value.state_dict() if isinstance(value, Stateful) else value
+                for key, value in state_of().items()
+            }
+        )
+        return state
+
+    def _settle(self, failure: CheckpointSaveError | None, *, needs_writer: bool) -> Verdict:
         verdict = settle(self._open(), failure, self._group, needs_writer=needs_writer)
-        if verdict.can_stage:
-            return verdict.failure, AsyncMode.ASYNC_WITH_PINNED_MEM
-        self.close()
-        return verdict.failure, AsyncMode.DISABLED
+        if not verdict.can_stage:
+            self.close()
+        return verdict

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, STATE_DICT_TYPE
+from torch.distributed.checkpoint.metadata import Metadata, STATE_DICT_TYPE, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
@@ -30,6 +30,7 @@ from torchtitan.components.checkpointer.dcp_screening import require_plain_items
 from torchtitan.components.checkpointer.integrity.digests import FileDigest, HashingStream
 from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
 from torchtitan.tools import filesystem
+from torchtitan.tools.errors import portable
 from torchtitan.tools.logging import logger
 
 
@@ -111,6 +112,9 @@ class DurableFileSystemWriter(FileSystemWriter):
         self.fs = CommittingFileSystem(takes_digests=head is not None)
         self._kept_stager = stager
         self._head = head
+        self._refusal: BaseException | None = None
+        self.has_met_others = False
+        """This rank is where DCP gathers the errors of all."""
 
     def commit_only_if(self, check: Callable[[], None]) -> None:
         """Call ``check`` immediately before ``.metadata`` gets its name, or has it taken away again.
@@ -119,8 +123,19 @@ class DurableFileSystemWriter(FileSystemWriter):
         """
         self._committing_fs().before_rename = check
 
+    def refuse(self, error: Exception) -> None:
+        """Fail with ``error``, once all ranks hear of it: what this one was to write cannot be had."""
+        self._refusal = portable(error)  # a process of its own may write
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Called first of all where DCP gathers errors."""
+        self.has_met_others = True
+        return super().storage_meta()
+
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """Called by ``async_save`` in the training thread."""
+        if self._refusal is not None:
+            return {}
         if self._kept_stager is None:
             return super().stage(state_dict)
         # The copies are in CPU memory already; writing needs no second look-ahead buffer.
@@ -129,6 +144,8 @@ class DurableFileSystemWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory; the names of parents that were missing become durable too."""
+        if self._refusal is not None:
+            raise self._refusal
         filesystem.makedirs(os.fspath(self.path))
         return super().prepare_local_plan(plan)
 

@@ -40,6 +40,9 @@ class CheckpointDamagedError(CheckpointReadError):
 class CheckpointSaveError(CheckpointError):
     """A save did not become durable; older checkpoints are untouched."""
 
+    was_raised = False
+    """Somebody on some rank was told of it between two saves, so it must not be raised at the next one."""
+
 
 class CheckpointSaveTimeoutError(CheckpointSaveError):
     """A save was given up. It may still be running, so no other one may begin."""

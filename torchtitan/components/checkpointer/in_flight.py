@@ -20,6 +20,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
 )
+from torchtitan.components.checkpointer.failures import FailedSaves
 from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.waiting import explanation, is_late, result_within
@@ -89,6 +90,7 @@ class SavesInBackground(Protocol):
     _report: SaveReport | None
     _gave_up: bool
     """The save in flight was given up, and its caller told."""
+    _failed: FailedSaves
 
 
 def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
@@ -109,6 +111,9 @@ def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
         # It may still be running: the next save must not begin, and close() need not wait again.
         manager.save_future, manager._gave_up = future, True
         raise
+    except CheckpointSaveError as failure:
+        manager._failed.raised(failure)  # unless whoever waits for it takes that back
+        raise
     except FAILURES:
         raise
     except BaseException:
@@ -117,17 +122,23 @@ def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
         raise
 
 
-def failure_of(wait_for_previous: Callable[[], None]) -> CheckpointSaveError | None:
-    """What the save failed with that ``wait_for_previous`` waits for.
+def failure_of(
+    wait_for_previous: Callable[[], None], *, bears_late: bool = False
+) -> CheckpointSaveError | None:
+    """What the save failed with that ``wait_for_previous`` waits for; nobody is told of it yet.
+
+    Args:
+        bears_late: return it too if it may still be running.
 
     Raises:
-        CheckpointSaveTimeoutError: it may still be running, and the ranks stand in the middle of it.
+        CheckpointSaveTimeoutError: it may, and the ranks stand in the middle of it.
     """
     try:
         wait_for_previous()
-    except CheckpointSaveTimeoutError:
-        raise
     except CheckpointSaveError as error:
+        if isinstance(error, CheckpointSaveTimeoutError) and not bears_late:
+            raise
+        error.was_raised = False
         return error
     return None
 

@@ -4,8 +4,8 @@ Every rank writes its share of the state, one file per item, into ``tmp_step-<n>
 written, rank 0 gives the directory its name. Training waits for nothing but a copy into shared memory,
 and for that only where it is not done when the optimizer wants to step; a process of each rank writes it.
 
-    _save -> hand_over (the ranks agree on who writes what) -> Backend.save -> writer process -> step-<n>
-    _save, last step -> end of the background -> a synchronous Backend -> step-<n>
+    _settle -> hand_over (the ranks agree on who writes what) -> _write -> Backend.save -> writer process
+    last step: _write -> end of the background -> a synchronous Backend.save -> step-<n>
     _load -> _choose_start -> tc/reading.restore -> Backend.load (tensors) -> the states
 
 Every file is hashed as it is written and checked as it is read (tc/checked_storage.py).
@@ -13,9 +13,7 @@ Every file is hashed as it is written and checked as it is read (tc/checked_stor
 What of the library is changed, and why, is in tc/library.py; what it is asked for is in tc/defaults.py.
 """
 
-import time
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -26,17 +24,16 @@ from torch_checkpointing.storage.base_storage import StorageConfig
 from torchtitan.components.checkpointer.agreement import own_group
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.checkpointer.discovery import Kind
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
-from torchtitan.components.checkpointer.formats import TORCH_CHECKPOINTING
-from torchtitan.components.checkpointer.in_flight import (
-    failure_of,
-    saving,
-    told_as_save_error,
-    wait_for_saving,
+from torchtitan.components.checkpointer.endings import Verdict
+from torchtitan.components.checkpointer.errors import (
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
 )
+from torchtitan.components.checkpointer.formats import TORCH_CHECKPOINTING
+from torchtitan.components.checkpointer.in_flight import saving, told_as_save_error, wait_for_saving
 from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
 from torchtitan.components.checkpointer.modes import AsyncMode
-from torchtitan.components.checkpointer.save_report import SaveReport
+from torchtitan.components.checkpointer.saving import is_out_of_step, SavingManager
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     DATALOADER,
@@ -60,7 +57,7 @@ from torchtitan.components.checkpointer.tc.events import (
     init_subprocess_logging as _init_subprocess_logging,
     stamp,
 )
-from torchtitan.components.checkpointer.tc.handover import hand_over, Prepare
+from torchtitan.components.checkpointer.tc.handover import hand_over, Handover, Prepare
 from torchtitan.components.checkpointer.tc.index import step_dir_pattern as _step_dir_pattern
 from torchtitan.components.checkpointer.tc.library import Backend, BackendConfig, on_this_rank
 from torchtitan.components.checkpointer.tc.machine import carried_out_here
@@ -73,7 +70,6 @@ from torchtitan.components.checkpointer.tc.storage import (
     BackendCheckpointStorage as _BackendCheckpointStorage,
     DurableStorageConfig,
 )
-from torchtitan.distributed.utils import patience
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -92,10 +88,11 @@ __all__ = [
 ]
 
 
-class TorchCheckpointingManager(BaseCheckpointManager):
+class TorchCheckpointingManager(SavingManager):
     """Saves and loads a run through torch_checkpointing."""
 
     FORMAT = TORCH_CHECKPOINTING
+    BACKEND_IN_TRACES = TORCH_CHECKPOINTING.backend
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
@@ -144,9 +141,9 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             LR_SCHEDULER: lr_schedulers,
         }
         self.states = states
-        self._report: SaveReport | None = None
-        self._gave_up = self._prewarmed = False
+        self._prewarmed = False
         self.pg = own_group(self.timeout_seconds) if dist.is_initialized() else None
+        self._settling_group = self.pg
         self._manager_config: BackendConfig = self._with_stager(backend_config)
         self._stager = self._manager_config.stager
         self._temp_dir_prefix = self._manager_config.save.writer_config.temp_dir_prefix
@@ -178,51 +175,28 @@ class TorchCheckpointingManager(BaseCheckpointManager):
     def _is_async(self) -> bool:
         return isinstance(self._manager_config.save, AsyncCheckpointSaverConfig)
 
-    def _save(self, curr_step: int, last_step: bool) -> bool:
-        if not self._should_save(curr_step, last_step):
-            if not self.load_only:
-                self._prewarm(curr_step)
-            return False
-        sl.add_step_tag("checkpoint_save")
+    def _settle(
+        self, asked: str, earlier: CheckpointSaveError | None, curr_step: int, last_step: bool
+    ) -> tuple[Verdict, dict[str, Any]]:
         stamp(curr_step)
-        due_at, limit_seconds = time.monotonic(), self.timeout_seconds
-        checkpoint_id = self._create_checkpoint_id(curr_step)
-        asked = saving(curr_step, checkpoint_id)
-        earlier_failure = failure_of(self.maybe_wait_for_saving)
-        with (
-            told_as_save_error(asked, limit_seconds, earlier_failure, folder=self.folder),
-            patience(timedelta(seconds=limit_seconds)),
-        ):
-            stager = self._stager if self._is_async and not last_step else None
-            payload, earlier_failure = self._hand_over(
-                asked,
-                earlier_failure,
-                prepare=None if stager is None else stager.prepare,
-                last_step=last_step,
-            )
-            if earlier_failure is not None and not last_step:
-                raise earlier_failure  # after the last step, the last chance to keep the work comes first
-            self._report = SaveReport(
-                curr_step,
-                checkpoint_id,
-                self._storage,
-                background=not last_step and self._is_async,
-                is_speaker=_speaks(),
-                due_at=due_at,
-                backend=TORCH_CHECKPOINTING.backend,
-            )
-            # Nothing expires with the last save: no later one needs the space.
-            self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
-            self._report.dispatched()
-            if last_step:
-                self._announce_last_save(curr_step)
-                self._go_synchronous()
-            is_full = not (last_step and self.last_save_model_only)
-            self._manager.head = self._head_of(curr_step, is_full=is_full)
-            self._dispatch(checkpoint_id, payload)
-        if earlier_failure is not None:
-            raise earlier_failure
-        return True
+        stager = self._stager if self._is_async and not last_step else None
+        handed = self._hand_over(
+            asked,
+            earlier,
+            prepare=None if stager is None else stager.prepare,
+            last_step=last_step,
+        )
+        return handed.verdict, handed.payload
+
+    def _write(
+        self, checkpoint_id: str, payload: dict[str, Any], curr_step: int, last_step: bool
+    ) -> None:
+        if last_step:
+            self._announce_last_save(curr_step)
+            self._go_synchronous()
+        is_full = not (last_step and self.last_save_model_only)
+        self._manager.head = self._head_of(curr_step, is_full=is_full)
+        self._dispatch(checkpoint_id, payload)
 
     def _take(self, last_step: bool) -> Items:
         if not (last_step and self.last_save_model_only):
@@ -235,8 +209,14 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             return
         self._prewarmed = True
         asked = f"Preparing after step {curr_step} for saves into {self.folder}"
-        with told_as_save_error(asked, self.timeout_seconds):
-            self._hand_over(asked, None, prepare=self._manager.prewarm_staging)
+        try:
+            with told_as_save_error(asked, self.timeout_seconds):
+                self._hand_over(asked, None, prepare=self._manager.prewarm_staging)
+        except CheckpointSaveError as failure:
+            if not self._failed.goes_on or is_out_of_step(failure):
+                raise
+            # No save has failed yet; one that fails in this way counts.
+            logger.warning(f"{failure} It is tried again with the first save.")
 
     def _hand_over(
         self,
@@ -245,9 +225,9 @@ class TorchCheckpointingManager(BaseCheckpointManager):
         *,
         prepare: Prepare | None,
         last_step: bool = False,
-    ) -> tuple[dict[str, Any], CheckpointSaveError | None]:
+    ) -> Handover:
         """What this rank is to write; and how the previous save ended, as all ranks see it."""
-        payload, failure, can_stage = hand_over(
+        handed = hand_over(
             lambda: self._take(last_step),
             self._manager,
             self._stager if self._is_async else None,
@@ -256,11 +236,12 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             group=self.pg,
             asked=asked,
         )
-        if self._is_async:
+        is_late = isinstance(handed.verdict.failure, CheckpointSaveTimeoutError)
+        if self._is_async and not is_late:
             self._manager.forget_failure()
-            if not can_stage:
+            if not handed.verdict.can_stage:
                 self._go_synchronous()
-        return payload, failure
+        return handed
 
     def _go_synchronous(self) -> None:
         """End what saves in the background, which is idle, and go on with saves that training waits for."""
@@ -321,7 +302,7 @@ class TorchCheckpointingManager(BaseCheckpointManager):
             self._manager.check_with(None)  # a manifest is large, and nothing else is read
         return True
 
-    def _maybe_wait_for_staging(self) -> None:
+    def _await_staging(self) -> None:
         if self.save_future is None or self._report is None:
             return
         asked = saving(self._report.step, self._report.path)
@@ -366,7 +347,3 @@ def _backend_config(
         limit_seconds=config.timeout_seconds,
         load_only=config.load_only,
     )
-
-
-def _speaks() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -154,7 +154,7 @@ def test_a_save_is_due_before_it_waits_for_the_one_before_it(
     manager = build(tmp_path, async_mode="async")
     waited_at: list[float] = []
     monkeypatch.setattr(
-        manager, "_settle_previous", lambda *arguments: waited_at.append(time.monotonic())
+        manager, "_end_of_previous", lambda *arguments: waited_at.append(time.monotonic())
     )
     calls.results = [Future()]
     calls.results[0].set_result(None)

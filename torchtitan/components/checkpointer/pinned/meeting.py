@@ -19,6 +19,8 @@ ALL_HERE = "all here"
 """The value of a key that all ranks have reached; any other one says why they never will."""
 
 _NUM_ARRIVED, _OUTCOME = "arrived", "outcome"
+_LOST = "lost: "
+"""Begins the reason that a death leaves, which says nothing about the disk."""
 # A trainer whose own save has failed already should not wait for a host that is gone as well.
 _REPORT_SECONDS = 10
 
@@ -46,6 +48,22 @@ class OtherRankFailedError(RuntimeError):
     """A save failed on another rank, whose error this one tells."""
 
 
+class OtherRankLostError(OtherRankFailedError):
+    """All that failed there is that its writer process has died."""
+
+
+def lost(reason: str) -> str:
+    """The outcome of a meeting that a death, told of by its ``reason``, leaves."""
+    return _LOST + reason
+
+
+def failure_elsewhere(outcome: str) -> OtherRankFailedError:
+    """The error that the ``outcome`` of a meeting, another one than ``ALL_HERE``, stands for."""
+    if outcome.startswith(_LOST):
+        return OtherRankLostError(outcome.removeprefix(_LOST))
+    return OtherRankFailedError(outcome)
+
+
 def written_key(attempt: int) -> str:
     """Where the store says that all ranks have written their files of a save."""
     return f"save/{attempt}/written"
@@ -68,7 +86,7 @@ def connect(meeting: Meeting) -> dist.Store:
     if store.add(_NUM_ARRIVED, 1) == meeting.world_size:
         store.compare_set(_OUTCOME, "", ALL_HERE)
     if (outcome := store.get(_OUTCOME).decode()) != ALL_HERE:
-        raise WriterMissingError(outcome)
+        raise WriterMissingError(outcome.removeprefix(_LOST))
     return store
 
 
@@ -79,7 +97,7 @@ def report_death(meeting: Meeting, reason: str, attempt: int) -> None:
     with contextlib.suppress(RuntimeError):  # no store any more: then nobody waits at it
         store = open_store(meeting, timedelta(seconds=_REPORT_SECONDS))
         for key in (_OUTCOME, written_key(attempt), committed_key(attempt)):
-            store.compare_set(key, "", reason)
+            store.compare_set(key, "", lost(reason))
 
 
 def open_store(meeting: Meeting, timeout: timedelta) -> dist.Store:

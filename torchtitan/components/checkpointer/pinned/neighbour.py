@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpointer.pinned.meeting import (
     Meeting,
-    OtherRankFailedError,
+    OtherRankLostError,
     report_death,
 )
 from torchtitan.tools.logging import logger
@@ -54,10 +54,10 @@ class Neighbour:
             threading.Thread(target=self._look, args=(connection,), daemon=True).start()
 
     def begin(self, attempt: int) -> None:
-        """Save ``attempt`` begins. Raises OtherRankFailedError if the next rank is no more."""
+        """Save ``attempt`` begins. Raises OtherRankLostError if the next rank is no more."""
         self._attempt = attempt  # before the look: from here on the thread tells of this one
         if self._end is not None:
-            raise OtherRankFailedError(self._end)
+            raise OtherRankLostError(self._end)
 
     def _listen(self) -> str:
         """The address at which the rank before this one can look."""

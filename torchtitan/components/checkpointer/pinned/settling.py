@@ -12,7 +12,11 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.endings import agreed_failure, Verdict
+from torchtitan.components.checkpointer.errors import (
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
+)
 from torchtitan.components.checkpointer.pinned.meeting import (
     OtherRankFailedError,
     WriterMissingError,
@@ -43,21 +47,14 @@ class Stager(Protocol):
     def close(self) -> None: ...
 
 
-class Verdict(NamedTuple):
-    """The same on all ranks."""
-
-    failure: CheckpointSaveError | None
-    """How the previous save failed, unless training may go on without it."""
-    can_stage: bool
-    """Whether further saves can be staged. If not, all ranks have said so and closed their stagers."""
-
-
 class Report(NamedTuple):
     """What a rank knows before a save."""
 
     failure: str | None
     is_echo: bool
     is_loss: bool
+    is_late: bool
+    was_raised: bool
     is_usable: bool
     lacks_room: bool
     shortages: list[str]
@@ -69,6 +66,8 @@ def report_of(stager: Stager, failure: CheckpointSaveError | None, *, needs_writ
         failure=None if failure is None else str(failure),
         is_echo=failure is not None and _is_told_by_others(failure),
         is_loss=failure is not None and isinstance(failure.__cause__, WRITER_LOST),
+        is_late=isinstance(failure, CheckpointSaveTimeoutError),
+        was_raised=failure is not None and failure.was_raised,
         is_usable=stager.has_usable_writer,
         lacks_room=needs_writer and stager.lacks_room,
         shortages=[*stager.shortages],
@@ -96,6 +95,9 @@ def settle(
     """
     if reports is None:
         reports = gather(report_of(stager, failure, needs_writer=needs_writer), group)
+    agreed = agreed_failure(failure, reports)
+    if isinstance(agreed, CheckpointSaveTimeoutError):
+        return Verdict(agreed, can_stage=True)  # nothing may begin beside it
     shortages = [shortage for report in reports for shortage in report.shortages]
     replaces = needs_writer and not all(report.is_usable for report in reports)
     grows = any(report.lacks_room for report in reports)
@@ -108,15 +110,12 @@ def settle(
         # The memory of one rank does not get larger by waiting, and a mode is one of all ranks.
         logger.warning(f"From now on training waits for each save: {shortages[0].rstrip('.')}.")
         stager.close()
-    agreed = _agreed_failure(failure, reports)
     stager.losses_in_a_row = stager.losses_in_a_row + 1 if _is_loss(reports) else 0
-    if agreed is not None and stager.losses_in_a_row == 1:
-        logger.warning(
-            "Training goes on without that checkpoint, since it was lost with a process that wrote "
-            f"it. If the next one is lost in this way as well, the run ends. {agreed}"
-        )
-        agreed = None
-    return Verdict(agreed, can_stage=not shortages)
+    return Verdict(
+        agreed,
+        can_stage=not shortages,
+        is_excused=agreed is not None and stager.losses_in_a_row == 1,
+    )
 
 
 def _is_told_by_others(failure: CheckpointSaveError) -> bool:
@@ -129,18 +128,3 @@ def _is_loss(reports: list[Report]) -> bool:
     return any(report.is_loss for report in failed) and all(
         report.is_loss or report.is_echo for report in failed
     )
-
-
-def _agreed_failure(
-    own: CheckpointSaveError | None, reports: list[Report]
-) -> CheckpointSaveError | None:
-    # What a rank only felt of another one's end says less than what that one says.
-    causes = [report for report in reports if report.failure is not None and not report.is_echo]
-    felt = [report for report in reports if report.failure is not None]
-    for report in causes + felt:
-        if own is not None and str(own) == report.failure:
-            return own
-        agreed = CheckpointSaveError(report.failure)
-        agreed.__cause__ = own
-        return agreed
-    return None

@@ -31,7 +31,9 @@ from torchtitan.components.checkpointer.integrity.digests import FileDigest
 from torchtitan.components.checkpointer.pinned.meeting import (
     ALL_HERE,
     committed_key,
-    OtherRankFailedError,
+    failure_elsewhere,
+    lost,
+    OtherRankLostError,
     written_key,
 )
 
@@ -79,8 +81,11 @@ class Commit(ABC):
         """Let what this rank failed with be the failure of all, unless it is known already."""
         if self._next is _Stop.OVER:
             return
+        failure = f"rank {self._rank}: {type(error).__name__}: {error}"
+        if isinstance(error, OtherRankLostError):
+            failure = lost(failure)
         try:
-            self._pass(self._next, f"rank {self._rank}: {type(error).__name__}: {error}")
+            self._pass(self._next, failure)
         except Exception:  # whatever comes of it, the caller raises what it has
             self._next = _Stop.OVER
 
@@ -89,7 +94,7 @@ class Commit(ABC):
         self._next = _Stop.OVER
         outcome = failure if self._num_ranks == 1 else self._meet(stop, failure)
         if outcome is not None and outcome != failure:
-            raise OtherRankFailedError(outcome)
+            raise failure_elsewhere(outcome)
         if outcome is None:
             self._next = _Stop(stop + 1)
 

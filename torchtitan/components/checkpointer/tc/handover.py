@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
-from torchtitan.components.checkpointer.pinned.settling import (
-    Report,
-    report_of,
-    settle,
-    Stager,
-    Verdict,
+from torchtitan.components.checkpointer.endings import agreed_failure, Ending, ending_of, Verdict
+from torchtitan.components.checkpointer.errors import (
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
 )
+from torchtitan.components.checkpointer.pinned.settling import Report, report_of, settle, Stager
 from torchtitan.components.checkpointer.tc.library import Backend
 from torchtitan.components.checkpointer.tc.payload import Items, repeated
 
@@ -32,14 +30,13 @@ class Handover(NamedTuple):
     """What the ranks have agreed on."""
 
     payload: dict[str, Any]
-    """What this rank writes."""
-    failure: CheckpointSaveError | None
-    """How the previous save failed, unless training may go on without it."""
-    can_stage: bool
+    """What this rank writes; nothing if the previous save was given up."""
+    verdict: Verdict
 
 
 class _Told(NamedTuple):
     failure: str | None
+    ending: Ending
     digests: dict[str, bytes | None]
     is_known: bool
     report: Report | None
@@ -58,7 +55,8 @@ def hand_over(
     """Agree on a save of what ``take`` gives, before which the previous one ended with ``earlier``.
 
     What several ranks have alike is staged by all of them, where it is small, and written by one.
-    Collective over ``group``; a failure of one rank is raised on all.
+    Nothing is made ready beside a save that was given up on any rank. Collective over ``group``; a
+    failure of one rank is raised on all.
 
     Args:
         stager: None if training waits for each save.
@@ -70,21 +68,20 @@ def hand_over(
         ValueError: ranks have different tensors under one name.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    items, is_known, failure = Items({}, {}), False, None
-    try:
-        items = take()
-        is_known = backend.look(items.values)
-    except Exception as error:  # of any object in the state
-        failure = f"rank {rank}: {error}"
+    items, is_known, failure = _looked_at(take, backend, rank)
 
     def report() -> Report | None:
         if stager is None:
             return None
         return report_of(stager, earlier, needs_writer=prepare is not None)
 
-    if is_known and prepare is not None:
+    ending = ending_of(earlier)
+    if is_known and prepare is not None and not ending.is_late:
         prepare(backend.metadata.share_of(items.values))
-    found = gather(_Told(failure, items.digests, is_known, report()), group)
+    found = gather(_Told(failure, ending, items.digests, is_known, report()), group)
+    agreed = agreed_failure(earlier, [told.ending for told in found])
+    if isinstance(agreed, CheckpointSaveTimeoutError):
+        return Handover({}, Verdict(agreed, can_stage=stager is not None))
     if failures := [told.failure for told in found if told.failure is not None]:
         raise CheckpointSaveError(
             f"{asked} failed: {failures[0].rstrip('.')}. Older checkpoints are untouched."
@@ -98,9 +95,21 @@ def hand_over(
         if prepare is not None:
             prepare(share)
     written = repeated([told.digests for told in found], rank)
-    verdict = Verdict(earlier, can_stage=False)
+    verdict = Verdict(agreed, can_stage=False)
     if stager is not None:
         needs_writer = prepare is not None
         verdict = settle(stager, earlier, group, needs_writer=needs_writer, reports=reports)
     payload = {key: value for key, value in share.items() if key not in written}
-    return Handover(payload, verdict.failure, verdict.can_stage)
+    return Handover(payload, verdict)
+
+
+def _looked_at(
+    take: Callable[[], Items], backend: Backend, rank: int
+) -> tuple[Items, bool, str | None]:
+    """What ``take`` gives, whether its tensors are as they were, and what went wrong with either."""
+    items = Items({}, {})
+    try:
+        items = take()
+        return items, backend.look(items.values), None
+    except Exception as error:  # of any object in the state
+        return items, False, f"rank {rank}: {error}"

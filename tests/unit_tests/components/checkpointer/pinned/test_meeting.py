@@ -12,8 +12,12 @@ from torchtitan.components.checkpointer.pinned.meeting import (
     ALL_HERE,
     committed_key,
     connect,
+    failure_elsewhere,
+    lost,
     Meeting,
     open_store,
+    OtherRankFailedError,
+    OtherRankLostError,
     report_death,
     WriterMissingError,
     written_key,
@@ -87,10 +91,17 @@ def test_a_death_in_a_save_is_told_where_that_save_is_committed_and_in_no_other(
     report_death(meeting(store, 2), "killed", 4)
     # What all ranks have reached stays reached.
     assert there.get(written_key(4)) == ALL_HERE.encode()
-    assert there.get(committed_key(4)) == b"killed"
+    assert there.get(committed_key(4)).decode() == lost("killed")
     report_death(meeting(store, 1), "killed as well", 5)
-    assert there.get(written_key(5)) == there.get(committed_key(5)) == b"killed as well"
+    assert there.get(written_key(5)).decode() == lost("killed as well")
+    assert there.get(committed_key(5)).decode() == lost("killed as well")
     assert not there.check([written_key(3)]) and not there.check([committed_key(6)])
+
+
+def test_what_a_death_leaves_is_told_from_the_words_of_a_rank_that_has_failed() -> None:
+    killed, full = failure_elsewhere(lost("killed")), failure_elsewhere("rank 1: the disk is full")
+    assert (type(killed), str(killed)) == (OtherRankLostError, "killed")
+    assert (type(full), str(full)) == (OtherRankFailedError, "rank 1: the disk is full")
 
 
 def test_the_next_attempt_to_meet_knows_nothing_of_a_death_before_it(store: dist.TCPStore) -> None:

@@ -12,9 +12,10 @@ from torchtitan.components.checkpointer.pinned import neighbour
 from torchtitan.components.checkpointer.pinned.meeting import (
     ALL_HERE,
     committed_key,
+    lost,
     Meeting,
     open_store,
-    OtherRankFailedError,
+    OtherRankLostError,
     written_key,
 )
 from torchtitan.components.checkpointer.pinned.neighbour import Neighbour
@@ -63,11 +64,11 @@ def test_the_end_of_the_next_rank_is_told_to_all_that_wait_in_this_save(
     last.begin(4)  # nobody is behind it
     waiting.set(written_key(4), ALL_HERE)
     end(last)
-    assert waiting.get(committed_key(4)).decode() == END
+    assert waiting.get(committed_key(4)).decode() == lost(END)
     # What was decided before stays so.
     assert waiting.get(written_key(4)).decode() == ALL_HERE
     assert waiting.get(committed_key(3)).decode() == ALL_HERE
-    with pytest.raises(OtherRankFailedError, match=END):
+    with pytest.raises(OtherRankLostError, match=END):
         first.begin(5)
 
 
