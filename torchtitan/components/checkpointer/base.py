@@ -161,6 +161,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         """
         if not self.enable:
             return False
+        self._claim_folder(to_save=False)
         what = "Loading a checkpoint"
         with (
             sl.log_trace_span("checkpoint_load"),
@@ -172,6 +173,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
                 self._age.began(self._loaded_step or 0 if is_loaded else 0)
             if not is_loaded:
                 return False
+            self._note_start()
             # Last of all: loading draws random numbers, and this sets the generators.
             rank_state = getattr(self, "states", {}).get(RANK_STATE)
             if isinstance(rank_state, RankState):
@@ -186,10 +188,13 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
 
         Raises:
             CheckpointSaveError: this save failed, or the previous one did in the background.
+            CheckpointInUseError: another run has the folder.
         """
         if not self.enable:
             return False
         with sl.log_trace_span("checkpoint_save"), self._counted():
+            if self._may_claim and self._should_save(curr_step, last_step):
+                self._claim_folder(to_save=True)
             is_saved = self._save(curr_step, last_step)
         self._watch_age(curr_step, is_saved=is_saved, last_step=last_step)
         return is_saved
@@ -219,7 +224,10 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
     def close(self) -> None:
         """Finish the save in flight and the deletions, then raise what went wrong."""
         if getattr(self, "enable", False):
-            self._close()
+            try:
+                self._close()
+            finally:
+                self._release_claim()
 
     @property
     def newest_good(self) -> tuple[int, float] | None:

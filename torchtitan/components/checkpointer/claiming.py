@@ -36,6 +36,7 @@ class Claiming(FolderView):
     _run: RunDescription | None = None
     """What the trainer has told about the run; a manager without one is no run, and claims nothing."""
 
+    _loaded_step: int | None
     _gave_up: bool = False
     _is_claimed: bool = False
     """The same on all ranks; also where the disk has refused the lock, which is told once."""
@@ -45,9 +46,10 @@ class Claiming(FolderView):
 
     @property
     def _may_claim(self) -> bool:
+        if self._is_claimed or self.load_only or self._run is None:
+            return False
         # A storage of another kind has no files that one process alone could make.
-        has_files = getattr(self._storage, "has_files", False)
-        return not self._is_claimed and not self.load_only and self._run is not None and has_files
+        return getattr(self._storage, "has_files", False)
 
     def _claim_folder(self, *, to_save: bool) -> None:
         """Make the folder this run's, if it is not yet. Collective.
@@ -116,9 +118,10 @@ class Claiming(FolderView):
             # The other ranks are waiting, so not for a run that may be dead.
             self._take_lock(may_wait=False)
 
-    def _note_start(self, step: int) -> None:
+    def _note_start(self) -> None:
+        """Let the lock tell what the run goes on from."""
         if self._lock is not None:
-            self._lock.note_step(step)
+            self._lock.note_step(self._loaded_step or 0)
 
     def _release_claim(self) -> None:
         """Give the folder back, unless something of this run may still write there or delete."""

@@ -84,7 +84,7 @@ class Holder:
             values = {field.name: found[field.name] for field in fields(cls)}
         except (ValueError, TypeError, KeyError):
             return None
-        is_typed = all(isinstance(values[field.name], field.type) for field in fields(cls))
+        is_typed = all(type(value) is _TYPES[name] for name, value in values.items())
         return cls(**values) if is_typed else None
 
     def is_this_process(self) -> bool:
@@ -108,6 +108,9 @@ class Holder:
     def __str__(self) -> str:
         step = f", from step {self.step} on" if self.step else ""
         return f"process {self.pid} on host {self.host} (since {self.since}{step})"
+
+
+_TYPES = {field.name: field.type for field in fields(Holder)}
 
 
 def _is_running(pid: int, started: str) -> bool:

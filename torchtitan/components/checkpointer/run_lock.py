@@ -97,7 +97,9 @@ class RunLock:
                 deadline = now + 2 * self._timeout_seconds
                 self._tell_of_wait(seen)
             if left == 0 and self._file.take_over(seen, self.holder.render()):
-                self._tell_of_takeover(seen, f"has given no sign of life for {silence.limit_seconds:g} s")
+                self._tell_of_takeover(
+                    seen, f"has given no sign of life for {silence.limit_seconds:g} s"
+                )
                 break
             if now > deadline:
                 self._refuse(seen, "which does not let go of it")
@@ -201,7 +203,9 @@ class RunLock:
                 filesystem.makedirs(self.folder)
             if self._file.create(self.holder.render()):
                 self._beaten_at = time.monotonic()
-                logger.warning(f"Somebody has deleted {self.path}, the lock of this run; it is there again.")
+                logger.warning(
+                    f"Somebody has deleted {self.path}, the lock of this run; it is there again."
+                )
                 return None
             seen = self._file.read()
         found = None if seen is None else Holder.parse(seen.content)

@@ -1,0 +1,135 @@
+"""Of all that want the file of a lock one gets it, on every kind of disk."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from torchtitan.components.checkpointer import lock_file
+from torchtitan.components.checkpointer.lock_file import LocalLockFile
+
+
+@contextmanager
+def without_links() -> Generator[None]:
+    with patch.object(os, "link", side_effect=OSError(errno.EPERM, "no links here")):
+        yield
+
+
+@contextmanager
+def without_locks() -> Generator[None]:
+    with (
+        patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "no locks here")),
+        patch.object(lock_file, "SETTLING_SECONDS", 0),
+    ):
+        yield
+
+
+@contextmanager
+def with_all() -> Generator[None]:
+    yield
+
+
+Disk = Callable[[], AbstractContextManager[None]]
+DISKS = pytest.mark.parametrize("disk", [with_all, without_links, without_locks])
+
+
+def two(folder: Path) -> tuple[LocalLockFile, LocalLockFile]:
+    return LocalLockFile(str(folder / "lock")), LocalLockFile(str(folder / "lock"))
+
+
+@DISKS
+def test_the_second_one_gets_no_file_that_is_there(tmp_path: Path, disk: Disk) -> None:
+    first, second = two(tmp_path)
+    with disk():
+        assert first.read() is None
+        assert first.create(b"first") and not second.create(b"second")
+        seen = second.read()
+        assert seen is not None and seen.content == b"first"
+        first.write(b"again")
+        assert second.read() != seen
+        first.remove()
+        assert second.create(b"second")
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+@DISKS
+def test_only_what_was_seen_dead_is_taken_over(tmp_path: Path, disk: Disk) -> None:
+    dead, first = two(tmp_path)
+    _, second = two(tmp_path)
+    with disk():
+        assert dead.create(b"dead!")
+        seen = first.read()
+        assert seen is not None
+        assert first.take_over(seen, b"first") and not second.take_over(seen, b"other")
+        # It was not dead after all, and leaves alone what is no more its own.
+        dead.write(b"alive")
+        dead.remove()
+        found = second.read()
+        assert found is not None and found.content == b"first"
+        first.write(b"later")
+        assert not second.take_over(found, b"other")
+        first.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_at_a_time_takes_over_and_nobody_gives_back_meanwhile(tmp_path: Path) -> None:
+    dead, first = two(tmp_path)
+    assert dead.create(b"dead!")
+    seen = first.read()
+    assert seen is not None
+    with first._locked() as (found, is_locked):
+        assert found is not None and is_locked
+        dead.remove()
+        assert not LocalLockFile(dead.path).take_over(seen, b"other")
+    assert first.read() == seen
+
+
+def test_of_two_that_take_over_without_locks_the_last_one_has_it(tmp_path: Path) -> None:
+    dead, first = two(tmp_path)
+    _, second = two(tmp_path)
+    assert dead.create(b"dead!")
+    seen = first.read()
+    assert seen is not None
+    won = []
+
+    def meanwhile(seconds: float) -> None:
+        # The other one had looked before, and renames after the first one.
+        with second._beside(b"other") as (temporary, descriptor):
+            os.rename(temporary, second.path)
+            second._keep(descriptor)
+            won.append(seconds)
+
+    with without_locks(), patch.object(lock_file.time, "sleep", meanwhile):
+        assert not first.take_over(seen, b"first")
+    found = first.read()
+    assert len(won) == 1 and found is not None and found.content == b"other"
+    second.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_that_was_made_although_the_disk_says_it_was_there_is_its_own(
+    tmp_path: Path,
+) -> None:
+    file, _ = two(tmp_path)
+    link = os.link
+
+    def answer_is_lost(source: str, target: str) -> None:
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "the question was asked twice")
+
+    with patch.object(os, "link", answer_is_lost):
+        assert file.create(b"first")
+    file.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_errors_are_told_and_leave_nothing(tmp_path: Path) -> None:
+    file, _ = two(tmp_path)
+    with patch.object(os, "link", side_effect=OSError(errno.EIO, "broken")):
+        with pytest.raises(OSError, match="broken"):
+            file.create(b"first")
+    assert os.listdir(tmp_path) == []
