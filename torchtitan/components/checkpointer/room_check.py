@@ -121,7 +121,10 @@ class RoomCheck(Purging):
 
     def _older(self) -> Iterator[Kept]:
         """What the smallest retention would leave no place for, and what keeps it here."""
-        entries = self._entries()
+        try:
+            entries = self._entries() if self._storage.isdir(self.folder) else []
+        except (OSError, CheckpointError):
+            return  # there is too little room, whatever else is wrong
         smallest = Retention(keep_latest=2)
         bare = [replace(entry, is_pinned=False, is_protected=False) for entry in entries]
         could_go = smallest.plan(bare, is_save_in_flight=False).expired

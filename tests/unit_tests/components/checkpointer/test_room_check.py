@@ -173,13 +173,22 @@ def test_nothing_is_written_by_a_refused_save_and_the_next_one_with_room_is_made
     tmp_path: Path, way: Way
 ) -> None:
     run = build_run(tmp_path, **way.settings)
-    run.train(1)
     with starved(run):
-        assert "step-2 was not begun" in message_of(run.train, 2)
-    assert names(tmp_path) == ["step-1"]
-    run.train(3)
+        assert "step-1 was not begun" in message_of(run.train, 1)
+    assert not any((tmp_path / "checkpoint").glob("*"))
+    run.train(2)
+    with starved(run):
+        assert "step-3 was not begun" in message_of(run.train, 3)
+    assert names(tmp_path) == ["step-2"]
+    run.train(4)
     run.manager.close()
-    assert names(tmp_path) == ["step-1", "step-3"]
+    assert names(tmp_path) == ["step-2", "step-4"]
+
+
+def test_what_else_is_wrong_with_the_folder_does_not_hide_a_refusal() -> None:
+    manager = manager_of(disk_of("step-10", free=MIB))
+    with patch.object(manager, "_entries", side_effect=OSError(errno.EIO, "Input/output error")):
+        assert "has 1.0 MiB free, 1.0 MiB too few. No other" in refused(manager)
 
 
 @over(DISABLED, TC_WAITING, TC)
