@@ -53,6 +53,7 @@ class FailedSaves:
 
         None where the run goes on for now, or the other ranks may have something to say to it.
         """
+        self.unsettled = failure
         is_one_more = self.goes_on and len(self._in_a_row) + 1 < self.limit
         if is_one_more or _may_be_excused(failure):
             return None

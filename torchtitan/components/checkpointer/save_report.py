@@ -99,7 +99,7 @@ class SaveReport:
                     sl.log_trace_scalar({"checkpoint/step": self.step, "checkpoint/failed": 1})
                 logger.error(
                     f"The background save of step {self.step} to {self.path} failed: {cause_of(error)}. "
-                    "Training goes on; the next save or the end of the run raises this."
+                    "What comes of it is said at one of the next steps (--checkpoint.on_save_failure)."
                 )
 
     def completed_now(self) -> None:
