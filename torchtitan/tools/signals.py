@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -87,7 +88,8 @@ class StopSignals:
             return  # The launcher is what a second Ctrl-C reaches, and it says so.
         line = "Stopping. Press Ctrl-C again to end at once; the save in flight is then lost.\n"
         # Not print: the signal may have interrupted one, whose buffer is then locked.
-        os.write(2, line.encode())
+        with suppress(OSError):  # nobody may read it any more, and the stop is what counts
+            os.write(2, line.encode())
 
 
 def stop_with_launcher(poll_seconds: float = 0.25) -> None:

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import pytest
+from torchtitan.components.data.progress import byte_progress
 
 from tests.unit_tests.small_disk import fill, small_disk
 from tests.unit_tests.structure.sources import ROOT
@@ -35,15 +38,24 @@ def run(code: str, stdout: int | IO[bytes]) -> str:
     return done.stderr
 
 
+@contextmanager
+def nobody_reads() -> Generator[int]:
+    """A descriptor to write to, whose other end is closed."""
+    for_nobody, writes_there = os.pipe()
+    os.close(for_nobody)
+    try:
+        yield writes_there
+    finally:
+        os.close(writes_there)
+
+
 def told_once(stderr: str) -> bool:
     return stderr.count("\n") == 1 and "lines of the log are lost" in stderr
 
 
 def test_a_reader_that_is_gone_is_told_once_and_ends_nothing() -> None:
-    for_nobody, writes_there = os.pipe()
-    os.close(for_nobody)
-    stderr = run(f"{THREE_LINES}; print('of a library', flush=True)", writes_there)
-    os.close(writes_there)
+    with nobody_reads() as stdout:
+        stderr = run(f"{THREE_LINES}; print('of a library', flush=True)", stdout)
     assert told_once(stderr) and "BrokenPipeError" in stderr
 
 
@@ -78,3 +90,48 @@ def test_a_program_that_was_started_with_closed_streams_opens_no_file_in_their_p
         ["sh", "-c", shell, sys.executable, code], cwd=ROOT, capture_output=True, timeout=60
     )
     assert done.returncode == 0 and (tmp_path / "data").read_bytes() == b""
+
+
+CTRL_C = """
+import os, signal
+from torchtitan.tools.signals import StopRequested, StopSignals
+with StopSignals():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except StopRequested:
+        raise SystemExit(7)
+"""
+GIVEN_UP = """
+import threading
+from concurrent.futures import Future
+from torchtitan.components.checkpointer import waiting
+threading.Thread(target=threading.Event().wait).start()
+try:
+    waiting.result_within(Future(), 0)
+except waiting.WaitExpiredError:
+    pass
+try:
+    raise SystemExit(7) from ValueError("first")
+finally:
+    waiting.leave_if_given_up()
+"""
+
+
+@pytest.mark.parametrize(
+    "code,closing",
+    [(CTRL_C, ""), (CTRL_C, "2>&-"), (GIVEN_UP, "2>&-")],
+    ids=["Ctrl-C", "Ctrl-C, closed", "given up"],
+)
+def test_a_standard_error_that_is_gone_changes_no_ending(code: str, closing: str) -> None:
+    with nobody_reads() as stderr:
+        command = ["sh", "-c", f'exec "$0" -c "$1" {closing}', sys.executable, code]
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stderr=stderr, timeout=60)
+    assert done.returncode == 7
+
+
+def test_a_bar_is_drawn_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nobody_reads() as stderr, open(stderr, "w", closefd=False) as gone:
+        for stream in (gone, None):
+            monkeypatch.setattr(sys, "stderr", stream)
+            with byte_progress(3, "reading") as bar:
+                bar.update(3)

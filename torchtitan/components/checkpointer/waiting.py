@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Generator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -106,9 +106,11 @@ def leave_if_given_up() -> None:
     code = 0 if error is None else 1
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
-        traceback.print_exception(error)
+    with suppress(Exception):  # streams that are full or gone must not keep the process here
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(Exception):
+            stream.flush()
     os._exit(code)
