@@ -118,6 +118,10 @@ class Claiming(FolderView):
             # The other ranks are waiting, so not for a run that may be dead.
             self._take_lock(may_wait=False)
 
+    def _has_lost_folder(self) -> bool:
+        """Whether another run has the folder now, as rank 0 sees it."""
+        return self._lock is not None and self._lock.is_lost_by_now()
+
     def _note_start(self) -> None:
         """Let the lock tell what the run goes on from."""
         if self._lock is not None:

@@ -17,7 +17,7 @@ from torchtitan.components.checkpointer.agreement import rank_zero_decides
 from torchtitan.components.checkpointer.claiming import Claiming
 from torchtitan.components.checkpointer.deletions import is_pinned
 from torchtitan.components.checkpointer.discovery import find_steps, require_no_lost_links
-from torchtitan.components.checkpointer.errors import CheckpointReadError
+from torchtitan.components.checkpointer.errors import CheckpointInUseError, CheckpointReadError
 from torchtitan.components.checkpointer.formats import marker_folders
 from torchtitan.components.checkpointer.history import (
     free_name,
@@ -206,8 +206,23 @@ class Housekeeping(Claiming, RoomCheck):
         if not self._storage.listdir(folder):
             self._remove(folder, "which is empty")
 
+    def _require_claim(self) -> None:
+        try:
+            super()._require_claim()
+        except CheckpointInUseError:
+            self._leave_to_others()
+            raise
+
+    def _leave_to_others(self) -> None:
+        """Delete nothing more: what was to go may be what another run goes on from by now."""
+        self._has_replaced = False
+        with self._nothing_is_deleted():
+            pass
+
     def _stop_purging(self) -> None:
         """Delete what is queued, then end the thread; give up after the limit."""
+        if self._has_lost_folder():
+            self._leave_to_others()
         # A disk that a save was given up on must not be waited for here.
         has_replaced = self._has_replaced and not self._gave_up
         self._has_replaced = False

@@ -69,8 +69,14 @@ class RunLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another run has taken it over."""
+        """Whether another run is known to have taken it over."""
         return self._lost_to is not None
+
+    def is_lost_by_now(self) -> bool:
+        """Whether a look at it shows that another run has taken it over."""
+        with self._mutex:
+            self._look(is_beat=False)
+            return self.is_lost
 
     def take(self, verdicts: Mapping[str, Fate], *, may_wait: bool) -> None:
         """Take the lock, and give signs of life from now on.
@@ -133,10 +139,8 @@ class RunLock:
         Raises:
             CheckpointInUseError: it was taken over.
         """
-        with self._mutex:
-            self._look(is_beat=False)
-            if self._lost_to is None:
-                return
+        if not self.is_lost_by_now():
+            return
         raise CheckpointInUseError(
             f"{self.folder} belongs to another run now: {self._lost_to} has taken over {self.path} from "
             f"this one, {self.holder}, which had given no sign of life for "
@@ -199,8 +203,6 @@ class RunLock:
             if is_stale:
                 # Another run may have come and gone, and what is there now is not what this one left.
                 return self._note_loss("A run that has ended since")
-            if not is_beat:
-                filesystem.makedirs(self.folder)
             if self._file.create(self.holder.render()):
                 self._beaten_at = time.monotonic()
                 logger.warning(

@@ -1,6 +1,7 @@
 """A run claims its folder before it loads from it or saves into it, and gives it back when it is done."""
 
 import os
+import queue
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -176,6 +177,28 @@ def test_what_may_still_write_or_delete_keeps_the_folder(tmp_path: Path) -> None
             setattr(manager, name, value)
         manager._release_claim()
         assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("end", ["a save", "the end of the run"])
+def test_what_was_to_be_deleted_is_left_to_the_run_that_has_taken_the_folder_over(
+    tmp_path: Path, end: str
+) -> None:
+    manager = claimed(tmp_path, purge_queue=queue.Queue(), keep_latest_k=2, _loaded_step=None)
+    expired, new = tmp_path / "step-1", str(tmp_path / "step-2")
+    expired.mkdir()
+    manager._delete_beside_training(str(expired))
+    manager._has_replaced = True
+    leave(tmp_path, elsewhere())
+    if end == "a save":
+        with pytest.raises(CheckpointInUseError):
+            manager._make_ready(new, None, with_retention=True)
+    else:
+        manager._stop_purging()
+    queued = manager.purge_queue.get_nowait()
+    assert queued == str(expired)
+    manager._deletions.delete(queued)
+    assert expired.is_dir() and not manager._has_replaced
+    manager._release_claim()
 
 
 def test_several_managers_of_one_process_have_the_folder_together(tmp_path: Path) -> None:
