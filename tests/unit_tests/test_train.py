@@ -3,7 +3,6 @@
 import logging
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torchtitan import train
-from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.distributed.failure import RankFailure
 from torchtitan.tools.signals import StopRequested
+
+from tests.unit_tests.components.checkpointer.fakes import BareManager
 
 
 @dataclass
@@ -139,12 +139,8 @@ def test_a_folder_that_cannot_be_read_does_not_spoil_a_good_end(
     assert "stale file handle" in caplog.text
 
 
-class DoesNotFit:
-    """A checkpointer, as far as ``load`` needs one, whose checkpoint is of another model."""
-
-    enable = True
-    timeout_seconds = 600
-    _nothing_is_deleted = nullcontext
+class DoesNotFit(BareManager):
+    """Its checkpoint is of another model."""
 
     def _load_what_passes(self, step: int) -> bool:
         raise ValueError("it holds another model")
@@ -154,8 +150,7 @@ def test_a_run_that_could_not_load_does_not_offer_the_same_command_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer, checkpointer = StandIn(step=4), DoesNotFit()
-    load: Any = BaseCheckpointManager.load  # of a stand-in without the rest of a manager
-    setattr(trainer, "train", lambda: load(checkpointer))  # noqa: B010 (a method is no field)
+    setattr(trainer, "train", checkpointer.load)  # noqa: B010 (a method is no field)
     with pytest.raises(ValueError, match="another model"):
         run(trainer)
     assert trainer.calls == ["close"]
