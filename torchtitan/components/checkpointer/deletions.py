@@ -31,8 +31,10 @@ class Deletions:
 
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
-        # Held while something is deleted, and while a load must find what it was shown.
+        # Held while something is deleted, which may take long, and while a load must find what it was shown.
         self._turn = threading.Lock()
+        # Held for a moment, so that what is withdrawn has either not begun or is known to have.
+        self._marks = threading.Lock()
         self._waiting: Counter[str] = Counter()
         self._withdrawn: Counter[str] = Counter()
         self._current: str | None = None
@@ -64,18 +66,36 @@ class Deletions:
             Exception: what the storage says; it is tried again in a later cycle.
         """
         with self._turn:
-            if self._withdrawn[path] > 0:
-                self._withdrawn[path] -= 1
-                return
-            self._current = path
+            with self._marks:
+                if self._withdrawn[path] > 0:
+                    self._withdrawn[path] -= 1
+                    return
+                self._current = path
             try:
                 if is_pinned(self._storage, path):
                     logger.info(f"Kept {path}: a file {PIN} was put there before its turn came.")
                 else:
                     self.delete_now(path)
             finally:
-                self._current = None
-                self._waiting.pop(path, None)
+                with self._marks:
+                    self._current = None
+                    self._waiting.pop(path, None)
+
+    def withdraw(self, path: str, limit_seconds: float) -> bool:
+        """Let ``path``, which gets another content, not be deleted; whether it was queued.
+
+        Raises:
+            TimeoutError: its deletion has begun and is not over within the limit.
+        """
+        with self._marks:
+            if self._current != path:
+                times = self._waiting.pop(path, 0)
+                self._withdrawn[path] += times
+                return times > 0
+        if not self._turn.acquire(timeout=limit_seconds):
+            raise TimeoutError(f"the deletion of {path} was not over after {limit_seconds:g} s")
+        self._turn.release()
+        return False
 
     def delete_now(self, path: str) -> None:
         """Delete ``path``, which nobody has queued, in the training thread.
@@ -107,10 +127,11 @@ class Deletions:
                 "is not loaded."
             )
         try:
-            for path, times in list(self._waiting.items()):
-                if path != self._current:
-                    self._withdrawn[path] += times
-                    self._waiting.pop(path, None)
+            with self._marks:
+                for path, times in list(self._waiting.items()):
+                    if path != self._current:
+                        self._withdrawn[path] += times
+                        self._waiting.pop(path)
             yield
         finally:
             if is_my_turn:

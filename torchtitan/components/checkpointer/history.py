@@ -123,7 +123,10 @@ def put_aside(storage: MovingStorage, folder: str, path: str) -> str:
     target = filesystem.join(_room(storage, folder, REPLACED), _name_of(path))
     if storage.isdir(target):
         # What should have been deleted there; nothing is ever moved onto something.
-        return supersede(storage, folder, path)
+        try:
+            supersede(storage, folder, target)
+        except OSError:
+            return supersede(storage, folder, path)
     storage.move(path, target)
     return target
 

@@ -92,6 +92,7 @@ class Housekeeping(Claiming, RoomCheck):
 
     def _clear_path(self, path: str) -> list[str]:
         """Make room for a save at ``path``; where what another history left there is now."""
+        self._deletions.withdraw(path, self.timeout_seconds)  # else the new one would be deleted
         if not self._storage.isdir(path):
             require_no_lost_links(self._storage, [path])
             return []
@@ -106,12 +107,19 @@ class Housekeeping(Claiming, RoomCheck):
         is_good = self._storage.isfile(f"{path}/{MANIFEST}") and path not in self._damaged
         if not is_own or not is_good:
             return [supersede(self._storage, self.folder, path)]
+        self._free_replaced(path)
         aside = put_aside(self._storage, self.folder, path)
         self._has_replaced = True
         logger.info(
             f"{path} is saved again: the one before waits in {aside} until that is complete."
         )
         return []
+
+    def _free_replaced(self, path: str) -> None:
+        """End the deletion of what ``path`` itself has replaced: two cannot wait under one name."""
+        before = filesystem.join(self.folder, f"{REPLACED}/{path.rpartition('/')[2]}")
+        if self._deletions.withdraw(before, self.timeout_seconds):
+            self._remove(before, "whose step was saved again")
 
     def _clear_leftover(self, path: str) -> list[str]:
         """Delete what a save or a deletion has left at ``path``, or move it aside; where it is then."""
@@ -193,7 +201,7 @@ class Housekeeping(Claiming, RoomCheck):
                 if self._finder().is_complete_for_any(target):
                     moved.append(supersede(self._storage, self.folder, target))
                 else:
-                    self._storage.remove(target)
+                    moved += self._clear_leftover(target)
             self._storage.move(path, target)
             self._forget_kind(target)
             self._damaged = {at: why for at, why in self._damaged.items() if at != target}

@@ -35,7 +35,11 @@ def test_what_was_superseded_earlier_is_never_overwritten() -> None:
 
 def test_what_is_saved_again_is_never_moved_onto_something() -> None:
     storage = folder_of("step-7", "replaced/step-7")
-    assert put_aside(storage, "/run", "/run/step-7") == "/run/superseded/step-7"
+    # What has been replaced already makes room for the newer one.
+    storage.entries["/run/replaced/step-7/done"] = b"old"
+    assert put_aside(storage, "/run", "/run/step-7") == "/run/replaced/step-7"
+    assert storage.entries["/run/superseded/step-7/done"] == b"old"
+    assert storage.entries["/run/replaced/step-7/done"] == b"1"
     storage = folder_of("step-7", "replaced/step-8")
     assert put_aside(storage, "/run", "/run/step-7") == "/run/replaced/step-7"
 
