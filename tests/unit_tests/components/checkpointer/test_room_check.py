@@ -206,8 +206,7 @@ def test_what_a_failed_save_has_left_goes_before_room_is_asked_for_though_all_is
     await_end_of_save(run.manager)
     steering.stop()
     if first == NOTHING:
-        run.train(3, save=False)
-        first = message_of(run.manager.save, 3)
+        first = message_of(run.train, 3)
     assert f"The disk of {tmp_path}/checkpoint is full: " in first
     left: list[list[str]] = []
 
