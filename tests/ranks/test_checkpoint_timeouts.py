@@ -1,5 +1,6 @@
 """A rank whose disk does not answer ends the wait of every rank, each with an error that says so."""
 
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torchtitan.distributed import utils
 from tests.ranks.pinned_runs import children
 from tests.ranks.pool import end_of_ranks, run_on_ranks
 from tests.ranks.steering import await_end_of_save, BEFORE_DATA, hang, Steering
-from tests.unit_tests.components.checkpointer.runs import build_run, message_of, Run
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
 from tests.unit_tests.components.checkpointer.ways import (
     ASYNC,
     DISABLED,
@@ -79,6 +80,27 @@ def save_while_rank_1_hangs(folder: Path, way: Way) -> None:
         raise SystemExit(7)
     finally:
         leave_if_given_up()
+
+
+def go_on_while_rank_1_hangs(folder: Path, way: Way) -> None:
+    """Rank 0 gives its save up; that of rank 1 goes on later, and is a failure of another kind there."""
+    steering = Steering(way)
+    settings = {**steering.settings, "on_save_failure": "warn"}
+    run, store = begin(folder, settings, limit_seconds=3)
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    may_write = threading.Event()
+    if dist.get_rank() == 1:
+        steering.set(BEFORE_DATA, lambda: may_write.wait(60))
+    run.train(3)
+    steering.stop()
+    may_write.set()
+    await_end_of_save(run.manager)
+    run.train(4)
+    (folder / f"rank {dist.get_rank()}").write_text(message_of(run.train, 5))
+    run.manager.close()
+    part_in_peace(store)
+    raise SystemExit(7)
 
 
 def save_while_a_writer_process_hangs(folder: Path, way: Way) -> Any:
@@ -148,6 +170,20 @@ def test_a_background_save_that_hangs_on_one_rank_is_given_up_on_all(tmp_path: P
         assert f"step 2 to {tmp_path}/checkpoint/step-2 was given up: rank {rank} {WORDS}" in text
     # Its thread still hangs, and the process has ended all the same.
     assert ends[1].exit_code == 7, ends[1].log
+
+
+def test_ranks_that_go_on_after_failures_stay_in_step_when_one_has_given_a_save_up(
+    tmp_path: Path,
+) -> None:
+    ends = end_of_ranks(2, go_on_while_rank_1_hangs, tmp_path, ASYNC, init=False)
+    for rank in (0, 1):
+        text = (tmp_path / f"rank {rank}").read_text()
+        assert text.startswith("3 saves in a row have failed"), text
+        assert text.count(f"step 2 to {tmp_path}/checkpoint/step-2 was given up") == 3
+        assert ends[rank].log.count("Training goes on, and the next save is tried") == 2
+    # Nothing has begun beside it.
+    assert ASYNC.complete(tmp_path) == ["step-1"]
+    assert names(tmp_path) == ["step-1", "step-2"]
 
 
 def test_a_writer_process_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
