@@ -158,8 +158,7 @@ class Housekeeping(Claiming, RoomCheck):
             if path in waiting or is_going or self._is_left_or_damaged(step, path):
                 continue
             if self._is_wanted(step, path):
-                kept = supersede(self._storage, self.folder, path)
-                logger.info(f"{path} was saved again. It is not deleted, and is now {kept}.")
+                self._keep_replaced(path)
             elif self.purge_thread is not None and self.purge_thread.is_alive():
                 self._delete_beside_training(path)
             else:
@@ -171,6 +170,13 @@ class Housekeeping(Claiming, RoomCheck):
         is_protected = self._is_protected(self._create_checkpoint_id(step))
         is_whole = not self._finder().is_half_deleted(path)
         return is_whole and (is_protected or is_pinned(self._storage, path))
+
+    def _keep_replaced(self, path: str) -> None:
+        try:
+            kept = supersede(self._storage, self.folder, path)
+            logger.info(f"{path} was saved again. It is not deleted, and is now {kept}.")
+        except OSError as error:
+            logger.warning(f"{path}, whose step was saved again, stays there: {error}.")
 
     def _is_left_or_damaged(self, step: int, path: str) -> bool:
         # Of a step of the history that is about to be left every checkpoint is moved aside: nobody has read
