@@ -17,7 +17,7 @@ from torchtitan.components.checkpointer.space import state_bytes
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.steering import await_end_of_save, BEFORE_DATA, Steering
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
-from tests.unit_tests.components.checkpointer.ways import DISABLED, over, TC, TC_WAITING, Way
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
 from tests.unit_tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.ranks
@@ -82,6 +82,36 @@ def test_a_disk_that_is_full_in_a_save_costs_that_save_and_no_other(
             assert is_resumed
         saved = names(disk)
         assert saved[0] == "step-1" and len(saved) == 2
+
+
+def train_through_a_full_disk(disk: Path, way: Way) -> tuple[int, list[str]]:
+    steering = Steering(way)
+    run = build_run(disk, on_save_failure="warn", **steering.settings)
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        steering.set(BEFORE_DATA, partial(fill_up, disk))
+    run.train(2)
+    await_end_of_save(run.manager)
+    steering.stop()
+    run.train(3)
+    dist.barrier()
+    left = names(disk)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (disk / "ballast").unlink()
+    dist.barrier()
+    run.train(4)
+    run.manager.close()
+    return run.step, left
+
+
+@over(ASYNC, TC)
+def test_a_run_that_may_go_on_trains_through_a_full_disk(tmp_path: Path, way: Way) -> None:
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        assert run_on_ranks(2, train_through_a_full_disk, disk, way) == [(4, ["step-1"])] * 2
+        assert names(disk) == ["step-1", "step-4"]
 
 
 def save_where_nothing_may_be_written(disk: Path, way: Way) -> list[str]:

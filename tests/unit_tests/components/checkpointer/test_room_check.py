@@ -185,6 +185,24 @@ def test_nothing_is_written_by_a_refused_save_and_the_next_one_with_room_is_made
     assert names(tmp_path) == ["step-2", "step-4"]
 
 
+@over(DISABLED, TC_WAITING)
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_that_may_go_on_does_so_without_room_until_too_many_saves_were_refused(
+    tmp_path: Path, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = build_run(tmp_path, on_save_failure="warn", max_failed_saves=2, **way.settings)
+    with starved(run):
+        run.train(1)
+    assert "step-1 was not begun" in caplog.text
+    run.train(2)
+    with starved(run):
+        run.train(3)
+        text = message_of(run.train, 4)
+    assert "2 saves in a row" in text and text.count("was not begun") == 2
+    run.manager.close()
+    assert names(tmp_path) == ["step-2"]
+
+
 def test_what_else_is_wrong_with_the_folder_does_not_hide_a_refusal() -> None:
     manager = manager_of(disk_of("step-10", free=MIB))
     with patch.object(manager, "_entries", side_effect=OSError(errno.EIO, "Input/output error")):
