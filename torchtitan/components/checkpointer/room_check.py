@@ -26,6 +26,9 @@ from torchtitan.components.checkpointer.space import Kept, refusal, state_bytes
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
+_AMPLE = 4
+"""With room for so many saves as large as the last one, it is not counted how large the next one is."""
+
 
 class RoomCheck(Purging):
     """A base of the managers, see the top of the file."""
@@ -38,6 +41,9 @@ class RoomCheck(Purging):
 
     _saved_bytes: int = 0
     """How large a full save of this run was, 0 until that is known."""
+
+    _needed_bytes: int = 0
+    """What the largest save so far needed, 0 before it was counted."""
 
     def _sweep_unfinished(self) -> None:
         """Delete what saves of this run have left that failed; no save may be in flight."""
@@ -65,10 +71,16 @@ class RoomCheck(Purging):
         Raises:
             CheckpointSaveError: it does not, as far as the disk tells; says what could be done.
         """
-        needed = self._bytes_to_save(model_only=is_last and self.last_save_model_only)
         free = self._free_bytes()
-        if free is not None and free < needed and self._wait_for_deletions():
-            free = self._free_bytes()
+        # To count the tensors of a large model takes milliseconds, for which training would wait.
+        known = max(self._needed_bytes, self._saved_bytes)
+        if free is None or (known and free >= _AMPLE * known):
+            return
+        needed = self._bytes_to_save(model_only=is_last and self.last_save_model_only)
+        self._needed_bytes = max(self._needed_bytes, needed)
+        if free < needed:
+            self._wait_for_deletions()
+            free = self._free_bytes()  # also if the last one was over before that
         if free is None or free >= needed:
             return
         asked = saving(self._step_of(checkpoint_id), checkpoint_id)
@@ -105,11 +117,11 @@ class RoomCheck(Purging):
         except OSError:
             return None
 
-    def _wait_for_deletions(self) -> bool:
-        """Let what is queued be deleted, as far as it is in time; whether there was anything."""
+    def _wait_for_deletions(self) -> None:
+        """Let what is queued be deleted, as far as it is in time."""
         paths, thread = self.purge_queue, self.purge_thread
         if thread is None or not thread.is_alive() or not paths.unfinished_tasks:
-            return False
+            return
         logger.info(
             f"Waiting for expired checkpoints to be deleted from {self.folder}: it is full."
         )
@@ -117,14 +129,13 @@ class RoomCheck(Purging):
             # The other ranks wait as long for this one.
             limit_seconds = self.timeout_seconds / 2
             paths.all_tasks_done.wait_for(lambda: not paths.unfinished_tasks, limit_seconds)
-        return True
 
     def _older(self) -> Iterator[Kept]:
         """What the smallest retention would leave no place for, and what keeps it here."""
         try:
-            entries = self._entries() if self._storage.isdir(self.folder) else []
+            entries = self._entries()
         except (OSError, CheckpointError):
-            return  # there is too little room, whatever else is wrong
+            return  # no folder yet; and whatever is wrong with it, there is too little room
         smallest = Retention(keep_latest=2)
         bare = [replace(entry, is_pinned=False, is_protected=False) for entry in entries]
         could_go = smallest.plan(bare, is_save_in_flight=False).expired

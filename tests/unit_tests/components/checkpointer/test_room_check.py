@@ -6,7 +6,8 @@ What the disk tells is injected; tests/ranks/test_full_disk.py fills real ones.
 import errno
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.checkpointer import purging
+from torchtitan.components.checkpointer import purging, room_check
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.retention import purge_thread
 from torchtitan.components.checkpointer.state import MODEL, ModelWrapper
@@ -106,40 +107,50 @@ def test_a_last_save_of_weights_needs_room_for_them_alone_in_their_type() -> Non
     assert "it takes 2.0 MiB" in refused(last)
 
 
-def test_what_is_queued_for_deletion_is_waited_for() -> None:
-    disk = disk_of("step-10", "step-20", "step-30", free=MIB)
-    manager = manager_of(disk, keep=2)
-    is_asked = threading.Event()
-    disk.before_removal = lambda: is_asked.wait(60)
-    free_bytes = disk.free_bytes
-
-    def ask(path: str) -> int:
-        found = free_bytes(path)
-        is_asked.set()  # only now may the deletions end
-        return found
-
+@contextmanager
+def deleting(manager: BareManager, disk: Disk) -> Generator[threading.Event]:
+    """A thread that deletes as soon as the event is set."""
+    may_delete = threading.Event()
+    disk.before_removal = lambda: may_delete.wait(60)
     arguments = (manager.purge_queue, disk.remove)
     manager.purge_thread = threading.Thread(target=purge_thread, args=arguments, daemon=True)
     manager.purge_thread.start()
-    with patch.object(disk, "free_bytes", ask):
-        assert refused(manager) == NOTHING
-    assert not disk.isdir("/run/step-10") and not disk.isdir("/run/step-20")
+    yield may_delete
+    may_delete.set()
     manager.purge_queue.put(None)
     manager.purge_thread.join()
+
+
+def test_what_is_queued_for_deletion_is_waited_for() -> None:
+    disk = disk_of("step-10", "step-20", "step-30", free=MIB)
+    manager = manager_of(disk, keep=2)
+    with deleting(manager, disk) as may_delete, patch.object(room_check, "logger") as logger:
+        logger.info.side_effect = lambda text: may_delete.set()  # it says that it waits
+        assert refused(manager) == NOTHING
+    assert not disk.isdir("/run/step-10") and not disk.isdir("/run/step-20")
+
+
+def test_a_deletion_that_is_over_a_moment_too_late_to_be_waited_for_counts() -> None:
+    disk = disk_of("step-10", "step-20", "step-30", free=MIB)
+    manager = manager_of(disk, keep=2)
+    with deleting(manager, disk) as may_delete:
+        free_bytes = disk.free_bytes
+
+        def ask(path: str) -> int:
+            found = free_bytes(path)
+            may_delete.set()
+            manager.purge_queue.join()
+            return found
+
+        with patch.object(disk, "free_bytes", ask):
+            assert refused(manager) == NOTHING
 
 
 def test_a_deletion_that_takes_too_long_is_not_waited_for_to_its_end() -> None:
     disk = disk_of("step-10", "step-20", "step-30", free=MIB)
     manager = manager_of(disk, keep=2, timeout_seconds=0.02)
-    may_go_on = threading.Event()
-    disk.before_removal = lambda: may_go_on.wait(60)
-    arguments = (manager.purge_queue, disk.remove)
-    manager.purge_thread = threading.Thread(target=purge_thread, args=arguments, daemon=True)
-    manager.purge_thread.start()
-    assert "was not begun" in refused(manager)
-    may_go_on.set()
-    manager.purge_queue.put(None)
-    manager.purge_thread.join()
+    with deleting(manager, disk):
+        assert "was not begun" in refused(manager)
 
 
 def test_a_storage_that_does_not_tell_how_much_is_free_is_tried() -> None:
@@ -262,6 +273,19 @@ def test_a_leftover_that_cannot_be_deleted_is_tried_again_and_is_no_error() -> N
         assert disk.isdir("/run/step-30")
         assert refused(manager, step) == NOTHING
     assert not disk.isdir("/run/step-30")
+
+
+def test_with_ample_room_the_tensors_are_counted_once() -> None:
+    disk = disk_of(free=20 * MIB)
+    manager = manager_of(disk)
+    with patch.object(room_check, "state_bytes", side_effect=room_check.state_bytes) as counted:
+        assert refused(manager) == refused(manager, 50) == NOTHING
+        assert counted.call_count == 1
+        disk.free = 7 * MIB
+        assert refused(manager, 60) == NOTHING
+        assert counted.call_count == 2
+        disk.free = MIB
+        assert "it takes 2.0 MiB" in refused(manager, 70)
 
 
 class Average:
