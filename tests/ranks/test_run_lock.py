@@ -18,7 +18,7 @@ from tests.ranks.pool import end_of_ranks, run_on_ranks
 from tests.ranks.test_starts import start_again
 from tests.unit_tests.components.checkpointer.locks import elsewhere, ended, leave
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
-from tests.unit_tests.components.checkpointer.ways import ASYNC, over, TC, Way
+from tests.unit_tests.components.checkpointer.ways import ASYNC, over, TC, TC_WAITING, Way
 
 pytestmark = pytest.mark.ranks
 
@@ -112,7 +112,7 @@ def start_where_another_rank_ran(folder: Path, way: Way, pid: int, started: str)
 
 def test_of_several_that_come_at_once_exactly_one_gets_the_folder(tmp_path: Path) -> None:
     dead: list[Holder | None] = [ended() if number % 3 else None for number in range(ROUNDS)]
-    per_rank = run_on_ranks(4, take_over_together, tmp_path, dead)
+    per_rank = run_on_ranks(3, take_over_together, tmp_path, dead)
     winners = [sum(got) for got in zip(*per_rank, strict=True)]
     assert winners == [1] * ROUNDS
     assert not list(tmp_path.rglob(f"{RUN_LOCK}*"))
@@ -127,7 +127,7 @@ def test_a_run_that_was_killed_is_started_again_without_waiting(tmp_path: Path, 
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
 
 
-@over(ASYNC, TC)
+@over(ASYNC, TC_WAITING)
 def test_a_second_run_is_refused_on_all_ranks_before_it_touches_anything(
     tmp_path: Path, way: Way
 ) -> None:
@@ -143,7 +143,7 @@ def test_a_second_run_is_refused_on_all_ranks_before_it_touches_anything(
     assert names(tmp_path) == []
 
 
-@over(ASYNC, TC)
+@over(ASYNC, TC_WAITING)
 def test_a_run_whose_folder_was_taken_over_saves_nothing_more_on_any_rank(
     tmp_path: Path, way: Way
 ) -> None:

@@ -103,7 +103,7 @@ class LocalLockFile:
 
     def take_over(self, dead: Seen, content: bytes) -> bool:
         with self._beside(content) as (temporary, descriptor), self._locked() as (found, is_locked):
-            if found is None or not self._is_at_the_name(found) or self.read() != dead:
+            if found is None or self.read() != dead:
                 return False
             os.rename(temporary, self.path)
             if not is_locked:
