@@ -109,15 +109,19 @@ class Log(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def save_in_trouble(folder: Path, way: Way, phases: list[tuple[str, int]], policy: str) -> Any:
+GOING_ON = {"on_save_failure": "warn", "max_failed_saves": 2}
+
+
+def save_in_trouble(
+    folder: Path, way: Way, phases: list[tuple[str, int]], policy: dict[str, Any]
+) -> Any:
     """Each second save fails; what all ranks log or raise of it, and whether the others are good."""
     steering = Steering(way)
     run = build_run(
         folder,
-        on_save_failure=policy,
-        max_failed_saves=2,
         timeout_seconds=LIMIT_SECONDS,
         keep_latest_k=0,
+        **policy,
         **steering.settings,
     )
     log = Log()
@@ -137,7 +141,7 @@ def save_in_trouble(folder: Path, way: Way, phases: list[tuple[str, int]], polic
         with failing(run, way, steering, phase) if is_here else nullcontext():
             train_one()
             await_end_of_save(run.manager)
-        if policy == "raise" and run.manager.save_future is not None:
+        if policy != GOING_ON and run.manager.save_future is not None:
             train_one()  # where it is found out, before it would have saved
         else:
             run.train(run.step + 1)
@@ -158,7 +162,7 @@ def test_a_rank_that_fails_in_any_phase_fails_the_save_on_all_and_training_goes_
     tmp_path: Path, way: Way
 ) -> None:
     phases = phases_of(way)
-    told = run_on_ranks(2, save_in_trouble, tmp_path, way, phases, "warn", **PATIENCE)
+    told = run_on_ranks(2, save_in_trouble, tmp_path, way, phases, GOING_ON, **PATIENCE)
     for lines in told:
         for number, ((phase, _), text) in enumerate(zip(phases, lines, strict=True)):
             step = 3 * number + 2
@@ -177,7 +181,7 @@ def test_a_rank_that_fails_in_any_phase_is_told_by_an_error_on_all(
     tmp_path: Path, way: Way
 ) -> None:
     phases = phases_of(way)
-    told = run_on_ranks(2, save_in_trouble, tmp_path, way, phases, "raise", **PATIENCE)
+    told = run_on_ranks(2, save_in_trouble, tmp_path, way, phases, {}, **PATIENCE)
     for lines in told:
         for (phase, _), text in zip(phases, lines, strict=True):
             raised = [line for line in text.splitlines() if line.startswith("raised: ")]

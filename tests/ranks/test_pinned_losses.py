@@ -39,6 +39,8 @@ def lose_writers(folder: Path, way: Way) -> Any:
         os.kill(pids[0], signal.SIGKILL)
     else:
         hold.let_go()  # on to where the ranks wait for each other
+    # Each rank knows by now, and none may end the run by itself.
+    await_end_of_save(run.manager)
     run.train(2)
     pids.append(writer_pid(run))
     run.manager.maybe_wait_for_saving()

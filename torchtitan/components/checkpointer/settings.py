@@ -11,6 +11,8 @@ from torchtitan.components.checkpointer.state import LR_SCHEDULER, MODEL, OPTIMI
 from torchtitan.config import Configurable
 from torchtitan.tools import filesystem
 
+_MAX_FAILED_SAVES = 3
+
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointSettings(Configurable.Config):
@@ -60,7 +62,7 @@ class CheckpointSettings(Configurable.Config):
     """What to do when a save fails. raise: end the run at the next step. warn: say so, train on and
     try again when the next save is due."""
 
-    max_failed_saves: int = 3
+    max_failed_saves: int = _MAX_FAILED_SAVES
     """With on_save_failure at warn, end the run when this many saves in a row have failed."""
 
     lock_timeout_seconds: int = 300
@@ -138,6 +140,12 @@ def _numbers(settings: CheckpointSettings) -> Iterator[str]:
         yield (
             f"checkpoint.max_failed_saves={settings.max_failed_saves} must be at least 1 save; to end the "
             "run with the first one pass --checkpoint.on_save_failure raise."
+        )
+    elif settings.on_save_failure == "raise" and settings.max_failed_saves != _MAX_FAILED_SAVES:
+        yield (
+            f"checkpoint.max_failed_saves={settings.max_failed_saves} has no effect with on_save_failure "
+            "raise, where the first save that fails ends the run: leave it out, or pass "
+            "--checkpoint.on_save_failure warn."
         )
     if settings.lock_timeout_seconds < 10:
         yield (

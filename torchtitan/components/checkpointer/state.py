@@ -41,23 +41,40 @@ class ModelWrapper(Stateful):
             merged.update(part.state_dict())
         return merged
 
+    def _live_entries(self) -> tuple[dict[str, Any], set[str]]:
+        """The entries as they are now; and the names of those which are the model's own tensors."""
+        merged: dict[str, Any] = {}
+        own: set[str] = set()
+        for part in self.model:
+            # Sharded tensors take long to detach, and nearly all are known already.
+            is_simple = _is_seen_by_torch_only(part)
+            entries = part.state_dict(keep_vars=True) if is_simple else part.state_dict()
+            own = own | entries.keys() if is_simple else own - entries.keys()
+            merged.update(entries)
+        return merged, own
+
     def _refresh(self) -> None:
-        fresh = self._get_state_dict()
+        fresh, own = self._live_entries()
         for gone in self.cached_state_dict.keys() - fresh.keys():
             del self.cached_state_dict[gone]
+        changed = {
+            name: value
+            for name, value in fresh.items()
+            if not _same_view(self.cached_state_dict.get(name), value)
+        }
+        if not changed:
+            return
         in_use = {_place(value)[0] for value in fresh.values() if isinstance(value, torch.Tensor)}
         sources: dict[tuple[int, int], tuple[int, int]] = {}
-        for name, value in fresh.items():
+        for name, value in changed.items():
             cached = self.cached_state_dict.get(name)
-            if _same_view(cached, value):
-                continue
             # Entries that were tied share a cached tensor; once untied each needs its own.
             if _can_receive(cached, value, in_use) and _place(value) == sources.setdefault(
                 _place(cached), _place(value)
             ):
                 local_part(cached).copy_(local_part(value))
             else:
-                self.cached_state_dict[name] = value
+                self.cached_state_dict[name] = value.detach() if name in own else value
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -75,11 +92,34 @@ class ModelWrapper(Stateful):
 
 def local_part(tensor: Any) -> torch.Tensor:
     """This rank's elements of ``tensor``, by reference and without a gradient history."""
+    return _elements(tensor).detach()
+
+
+def _elements(tensor: Any) -> torch.Tensor:
+    """As ``local_part``, but it may have a history: to be looked at and not to be kept."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return tensor
     # to_local goes through autograd, which for hundreds of tensors makes a save noticeably longer.
     local = tensor._local_tensor
-    return local.detach() if type(local) is torch.Tensor else tensor.to_local().detach()
+    return local if type(local) is torch.Tensor else tensor.to_local()
+
+
+def _is_seen_by_torch_only(part: nn.Module) -> bool:
+    """Whether all entries of a part are parameters and buffers, which no code but torch's own looks at.
+
+    Other code may expect tensors without a history, as nearly everybody asks for them.
+    """
+    return not any(
+        module._state_dict_hooks
+        or any(getattr(type(module), name) is not method for name, method in _OF_TORCH.items())
+        for module in part.modules()
+    )
+
+
+_OF_TORCH = {
+    name: getattr(nn.Module, name)
+    for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+}
 
 
 def _both_tensors(cached: Any, fresh: Any) -> bool:
@@ -88,13 +128,13 @@ def _both_tensors(cached: Any, fresh: Any) -> bool:
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     spec = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    local = local_part(tensor)
+    local = _elements(tensor)
     return (tensor.shape, local.shape, tensor.dtype, local.device, spec)
 
 
 def _place(tensor: Any) -> tuple[int, int]:
     """Where the elements begin: (address of the storage, offset in it)."""
-    local = local_part(tensor)
+    local = _elements(tensor)
     return local.untyped_storage().data_ptr(), int(local.storage_offset())
 
 
@@ -104,7 +144,7 @@ def _same_view(cached: Any, fresh: Any) -> bool:
         _both_tensors(cached, fresh)
         and _layout(cached) == _layout(fresh)
         and _place(cached) == _place(fresh)
-        and local_part(cached).stride() == local_part(fresh).stride()
+        and _elements(cached).stride() == _elements(fresh).stride()
     )
 
 

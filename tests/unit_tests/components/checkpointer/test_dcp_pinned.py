@@ -10,6 +10,9 @@ from unittest.mock import MagicMock, patch
 import pytest
 from torch.distributed.checkpoint import _async_process_executor as torch_executor
 from torchtitan.components.checkpointer import AsyncMode, dcp, dcp_pinned, waiting
+from torchtitan.components.checkpointer.dcp_pinned import PinnedSession
+from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
+from torchtitan.components.checkpointer.endings import Verdict
 from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
@@ -180,6 +183,30 @@ def test_a_late_rank_does_not_hide_how_the_previous_save_failed(
         run.train(1)
     assert raised.value.__notes__ == ["Before that: the disk is full"]
     run.manager.close()
+
+
+def test_a_state_that_could_not_be_taken_once_fails_the_save_that_was_prepared_without_it() -> None:
+    settled = Verdict(None, can_stage=True)
+    session = PinnedSession(
+        MagicMock(), group=None, limit_seconds=1, find_can_wait=lambda: lambda key, tensor: True
+    )
+    writers: list[DurableFileSystemWriter] = []
+
+    def async_save(state_dict: dict[str, Any], *, storage_writer: Any, **others: Any) -> None:
+        writers.append(storage_writer)
+
+    take = MagicMock(side_effect=[ValueError("there is no such row"), {"row": 3}])
+    with (
+        patch.object(dcp_pinned, "settle", return_value=settled),
+        patch.object(dcp_pinned.dcp, "async_save", async_save),
+    ):
+        for is_good in (False, True):
+            assert session.settle(None, take) is settled
+            session.async_save({"row": 3}, DurableFileSystemWriter("/run/step-1"), "/run/step-1")
+            assert (writers[-1]._refusal is None) == is_good
+    with pytest.raises(ValueError, match="no such row"):
+        writers[0].prepare_local_plan(MagicMock())
+    session.close()
 
 
 def test_memory_taken_ahead_that_never_comes_is_an_error_of_the_save(

@@ -22,6 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"keep_latest_k": 1}, "at least 2 checkpoint replicas"),
     ({"keep_every": -1}, "keep_every=-1 cannot be negative"),
     ({"max_failed_saves": 0}, "max_failed_saves=0 must be at least 1"),
+    ({"max_failed_saves": 5}, "max_failed_saves=5 has no effect with on_save_failure raise"),
     ({"lock_timeout_seconds": 9}, "lock_timeout_seconds=9 must be at least 10"),
     ({"on_save_failure": "ignore"}, "Invalid checkpoint.on_save_failure 'ignore'.*'warn'"),
     ({"load_step": -2}, r"load_step=-2 is not a step"),
@@ -72,6 +73,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"initial_load_in_hf": True},
     {"initial_load_in_hf": True, "initial_load_in_hf_quantized": True, "initial_load_path": "/w"},
     {"last_save_in_hf": True},
+    {"on_save_failure": "warn", "max_failed_saves": 5},
 ]
 
 

@@ -168,6 +168,78 @@ def test_loading_into_the_cached_tensors_reaches_the_model() -> None:
     assert linear.weight.tolist() == [[3.0, 3.0]]
 
 
+class Mixed(nn.Module):
+    """Has a weight that is trained, one that is not, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("seen", torch.ones(2))
+
+
+def test_entries_are_plain_tensors_that_do_not_follow_what_the_model_is_given_instead() -> None:
+    model = Mixed()
+    taken = dict(ModelWrapper(model).state_dict())
+    assert sorted(taken) == ["frozen", "seen", "trained"]
+    for name, value in taken.items():
+        live = getattr(model, name)
+        assert type(value) is torch.Tensor and not value.requires_grad
+        assert value is not live and value.data_ptr() == live.data_ptr()
+        live.data = torch.zeros(3)
+        assert value.tolist() == [1.0, 1.0]
+
+
+class Hooked(nn.Module):
+    """Saves its weight as numbers that another library computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_state_dict_post_hook(self._doubled)
+
+    @staticmethod
+    def _doubled(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}weight"] = torch.from_numpy(state[f"{prefix}weight"].numpy() * 2)
+
+
+class Writing(nn.Module):
+    """Writes its entries by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach() + 1
+
+
+@pytest.mark.parametrize("kind", [Hooked, Writing])
+def test_a_module_that_makes_its_entries_is_asked_for_them_without_a_history(
+    kind: type[nn.Module],
+) -> None:
+    # Beside another part, which hands its own over.
+    wrapper = ModelWrapper([nn.ModuleDict({"own": kind()}), nn.Linear(1, 1)])
+    assert wrapper.state_dict()["own.weight"].tolist() == [2.0, 2.0]
+    assert not any(value.requires_grad for value in wrapper.state_dict().values())
+
+
+class Remembering(nn.Module):
+    """Saves something besides tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.notes = nn.Parameter(torch.ones(1)), {"seen": 3}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.notes
+
+
+def test_what_a_module_saves_besides_is_the_very_object() -> None:
+    model = Remembering()
+    assert ModelWrapper(model).state_dict()["_extra_state"] is model.notes
+
+
 def test_buffers_that_do_not_persist_are_left_out() -> None:
     model = nn.Module()
     model.register_buffer("kept", torch.ones(1))

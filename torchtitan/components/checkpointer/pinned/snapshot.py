@@ -14,7 +14,7 @@ the next save would write over it.
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,10 +27,11 @@ from torchtitan.components.checkpointer.state import local_part
 CanWait = Callable[[str, torch.Tensor], bool]
 """(top-level key, tensor) -> whether nothing but the optimizer's next step changes it."""
 
-DescribeShard = Callable[[DTensor], Any]
-"""What travels with this rank's part of a sharded tensor: can be pickled and compared with ==.
+DescribeShard = Callable[[DTensor], Hashable]
+"""What travels with this rank's part of a sharded tensor: can be pickled.
 
-Called wherever the tensor occurs in a state. What descriptions share is still shared in the writer.
+Called wherever a sharded tensor occurs in a state. Of equal ones the first travels, for all tensors that
+they describe, and what descriptions share is still shared in the writer.
 """
 
 BuildShard = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -45,8 +46,6 @@ class Place(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shard: int | None
-    """The number of the description of a sharded tensor; None for a plain one."""
 
 
 @dataclass
@@ -109,27 +108,27 @@ class _Pickler(pickle.Pickler):
 
 
 class _Descriptions:
-    """The descriptions of sharded tensors, each once."""
+    """The descriptions of sharded tensors, each once: a model has thousands of tensors, and few kinds."""
 
     def __init__(self, describe: DescribeShard) -> None:
         self.stream = io.BytesIO()
-        self.count = 0
         self._describe = describe
         self._pickler = _Pickler(self.stream)
-        self._at: dict[Place, list[tuple[int, Any]]] = {}
+        self._numbers: dict[Hashable, int] = {}
 
-    def number_of(self, tensor: DTensor, place: Place, key: str) -> int:
-        """The number of the description of ``tensor``, whose local part lies at ``place``."""
+    @property
+    def count(self) -> int:
+        return len(self._numbers)
+
+    def number_of(self, tensor: DTensor, key: str) -> int:
+        """The number of the description of ``tensor``, which lies below ``key``."""
         description = self._describe(tensor)
-        known = self._at.setdefault(place, [])
-        for number, other in known:
-            if description == other:
-                return number  # a tied tensor, which is to come back as one
-        self._pickler.key = key
-        self._pickler.dump(description)
-        known.append((self.count, description))
-        self.count += 1
-        return known[-1][0]
+        number = self._numbers.get(description)
+        if number is None:
+            self._pickler.key = key
+            self._pickler.dump(description)
+            number = self._numbers[description] = len(self._numbers)
+        return number
 
 
 class _Extractor(_Pickler):
@@ -141,36 +140,42 @@ class _Extractor(_Pickler):
         self._can_wait = can_wait
         self._shards = shards
         # Sources stay alive in the snapshot, so an address means one tensor.
-        self._places: dict[tuple[Any, ...], Place] = {}
+        self._offsets: dict[tuple[Any, ...], int] = {}
 
-    def persistent_id(self, obj: Any) -> Place | None:
+    # And no persistent_id, which is called for each of thousands of plain values as well.
+    def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
-            return None
+            return super().reducer_override(obj)
         local = local_part(obj)
         if type(local) not in _PLAIN_TYPES or local.layout is not torch.strided:
             raise TypeError(
                 f"{self.key} holds a tensor of type {type(obj).__name__} ({local.layout}), which cannot be "
                 "staged in shared memory; use --checkpoint.backend dcp with --checkpoint.async_mode async."
             )
-        place = self._place(local)
-        if isinstance(obj, DTensor):
-            place = place._replace(shard=self._shards.number_of(obj, place, self.key))
-        return place
+        offset = self._offset_of(local)
+        shard = self._shards.number_of(obj, self.key) if isinstance(obj, DTensor) else None
+        return _tensor_at, (offset, tuple(local.shape), local.dtype, shard)
 
-    def _place(self, local: torch.Tensor) -> Place:
-        shape = tuple(local.shape)
-        reading = (local.dtype, local.is_conj(), local.is_neg())
-        identity = (local.data_ptr(), shape, local.stride(), reading, local.device)
-        if local.numel() > 0 and identity in self._places:
-            return self._places[identity]  # tied weights are copied once
+    def _offset_of(self, local: torch.Tensor) -> int:
+        """Where the elements of ``local`` are to lie, which are noted to be copied."""
         snapshot = self._snapshot
-        place = Place(aligned(snapshot.size_bytes), shape, local.dtype, None)
-        snapshot.size_bytes = place.offset + local.numel() * local.element_size()
-        if local.numel() > 0:
-            self._places[identity] = place
-            waits = self._can_wait(self.key, local)
-            (snapshot.later if waits else snapshot.at_once).append((local, place))
-        return place
+        if local.numel() == 0:
+            return aligned(snapshot.size_bytes)
+        reading = (local.dtype, local.is_conj(), local.is_neg())
+        identity = (local.data_ptr(), local.shape, local.stride(), reading, local.device)
+        if identity in self._offsets:
+            return self._offsets[identity]  # tied weights are copied once
+        place = Place(aligned(snapshot.size_bytes), tuple(local.shape), local.dtype)
+        snapshot.size_bytes = place.offset + local.nbytes
+        waits = self._can_wait(self.key, local)
+        (snapshot.later if waits else snapshot.at_once).append((local, place))
+        self._offsets[identity] = place.offset
+        return place.offset
+
+
+def _tensor_at(*place: Any) -> torch.Tensor:
+    """Stands in a payload for the method of the ``_Restorer`` that reads it."""
+    raise RuntimeError("a staged state is read by restore, and by no other unpickler")
 
 
 class _Restorer(pickle.Unpickler):
@@ -183,17 +188,27 @@ class _Restorer(pickle.Unpickler):
         self._build_shard = build_shard
         # Tied tensors are one object, and the parts of tied shards one storage: a format that writes
         # a storage once, as torch.save does, then has it once.
-        self._made: dict[Place, torch.Tensor] = {}
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def persistent_load(self, pid: Place) -> torch.Tensor:
-        if 0 in pid.shape:
-            return self._make(pid)  # empty ones may share an offset without being tied
-        if pid not in self._made:
-            self._made[pid] = self._make(pid)
-        return self._made[pid]
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == (__name__, _tensor_at.__name__):
+            return self._tensor_at
+        return super().find_class(module_name, global_name)
 
-    def _make(self, place: Place) -> torch.Tensor:
-        if place.shard is None:
-            return self._arena.tensor(place.offset, place.shape, place.dtype)
-        local = self.persistent_load(place._replace(shard=None))
-        return self._build_shard(local, self._shards[place.shard])
+    def _tensor_at(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, shard: int | None
+    ) -> torch.Tensor:
+        if 0 in shape:
+            return self._make(offset, shape, dtype, shard)  # may share an offset without being tied
+        place = (offset, shape, dtype, shard)
+        if place not in self._made:
+            self._made[place] = self._make(*place)
+        return self._made[place]
+
+    def _make(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, shard: int | None
+    ) -> torch.Tensor:
+        if shard is None:
+            return self._arena.tensor(offset, shape, dtype)
+        local = self._tensor_at(offset, shape, dtype, None)
+        return self._build_shard(local, self._shards[shard])

@@ -14,10 +14,7 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.endings import agreed_failure, Ending, ending_of, Verdict
-from torchtitan.components.checkpointer.errors import (
-    CheckpointSaveError,
-    CheckpointSaveTimeoutError,
-)
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.pinned.settling import Report, report_of, settle, Stager
 from torchtitan.components.checkpointer.tc.library import Backend
 from torchtitan.components.checkpointer.tc.payload import Items, repeated
@@ -30,7 +27,7 @@ class Handover(NamedTuple):
     """What the ranks have agreed on."""
 
     payload: dict[str, Any]
-    """What this rank writes; nothing if the previous save was given up."""
+    """What this rank writes."""
     verdict: Verdict
 
 
@@ -55,8 +52,7 @@ def hand_over(
     """Agree on a save of what ``take`` gives, before which the previous one ended with ``earlier``.
 
     What several ranks have alike is staged by all of them, where it is small, and written by one.
-    Nothing is made ready beside a save that was given up on any rank. Collective over ``group``; a
-    failure of one rank is raised on all.
+    Collective over ``group``; a failure of one rank is raised on all.
 
     Args:
         stager: None if training waits for each save.
@@ -75,13 +71,9 @@ def hand_over(
             return None
         return report_of(stager, earlier, needs_writer=prepare is not None)
 
-    ending = ending_of(earlier)
-    if is_known and prepare is not None and not ending.is_late:
+    if is_known and prepare is not None:
         prepare(backend.metadata.share_of(items.values))
-    found = gather(_Told(failure, ending, items.digests, is_known, report()), group)
-    agreed = agreed_failure(earlier, [told.ending for told in found])
-    if isinstance(agreed, CheckpointSaveTimeoutError):
-        return Handover({}, Verdict(agreed, can_stage=stager is not None))
+    found = gather(_Told(failure, ending_of(earlier), items.digests, is_known, report()), group)
     if failures := [told.failure for told in found if told.failure is not None]:
         raise CheckpointSaveError(
             f"{asked} failed: {failures[0].rstrip('.')}. Older checkpoints are untouched."
@@ -95,6 +87,7 @@ def hand_over(
         if prepare is not None:
             prepare(share)
     written = repeated([told.digests for told in found], rank)
+    agreed = agreed_failure(earlier, [told.ending for told in found])
     verdict = Verdict(agreed, can_stage=False)
     if stager is not None:
         needs_writer = prepare is not None

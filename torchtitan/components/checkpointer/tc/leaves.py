@@ -3,29 +3,40 @@
 {"a": {"b": 1}} of the item ``extra`` -> extra.a.b
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpointer.state import MODEL
 
 Nested = tuple[str | int, ...]
 """Where something lies in the state dict of an item."""
 
-_DEEP = (Mapping, list, torch.Tensor)
+_CONTAINERS = (Mapping, list)
+_DEEP = (*_CONTAINERS, torch.Tensor)
+
+# An optimizer has thousands of these, and to ask whether something is a Mapping takes long.
+_SURELY_LEAVES = frozenset(
+    (bool, int, float, str, type(None), torch.Tensor, torch.nn.Parameter, DTensor)
+)
 
 
 def leaves(tree: Any, nested: Nested = ()) -> Iterator[tuple[Nested, Any]]:
     """(where, what) of all that is not a container; a list of plain values is one value, as in DCP."""
     if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, (*nested, key))
+        entries: Iterable[tuple[Any, Any]] = tree.items()
     elif isinstance(tree, list) and any(isinstance(one, _DEEP) for one in tree):
-        for index, value in enumerate(tree):
-            yield from leaves(value, (*nested, index))
+        entries = enumerate(tree)
     else:
         yield nested, tree
+        return
+    for key, value in entries:
+        if type(value) not in _SURELY_LEAVES and isinstance(value, _CONTAINERS):
+            yield from leaves(value, (*nested, key))
+        else:
+            yield (*nested, key), value
 
 
 def path_of(key: str, nested: Nested) -> Nested:

@@ -1,6 +1,7 @@
 """A state dict is taken apart and put together again, whatever it is made of."""
 
 import io
+import pickle
 from collections import OrderedDict
 from typing import Any
 
@@ -157,6 +158,45 @@ def test_tied_shards_are_planned_under_each_of_their_names() -> None:
     assert restored["a"] is restored["b"]
     items = create_default_local_save_plan(restored, True).items
     assert [item.index.fqn for item in items] == ["a", "b"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_shards_of_one_kind_travel_with_one_description_and_are_planned_apart() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    kinds = {
+        "row": distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [Shard(0)]),
+        "column": distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [Shard(1)]),
+        "long": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]),
+        "double": distribute_tensor(torch.arange(6.0).double().view(2, 3), mesh, [Shard(0)]),
+        "trained": distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_(),
+    }
+    state: dict[str, Any] = {
+        f"{name}{i}": (value + i).detach() for name, value in kinds.items() for i in range(3)
+    }
+    state["trained"] = kinds["trained"]
+    _, restored = copied(state, Arena())
+    wanted = create_default_local_save_plan(state, True).items
+    found = create_default_local_save_plan(restored, True).items
+    assert [item.index for item in found] == [item.index for item in wanted]
+    assert [item.tensor_data for item in found] == [item.tensor_data for item in wanted]
+    for name, value in state.items():
+        assert torch.equal(restored[name].local, value.to_local())
+    assert len({id(value.items) for value in restored.values()}) == 5
+
+
+def test_what_entries_share_is_shared_in_the_writer() -> None:
+    rows, weight = [1], torch.ones(2)
+    _, restored = copied({"a": [rows, weight, weight], "b": {"rows": rows, "w": weight}}, Arena())
+    assert restored["a"][0] is restored["b"]["rows"]
+    assert restored["a"][1] is restored["a"][2] is restored["b"]["w"]
+
+
+def test_only_restore_makes_tensors_of_a_payload() -> None:
+    payload = take({"a": torch.ones(2)}, always, describe).payload
+    stream = io.BytesIO(payload)
+    assert pickle.load(stream) == (0, 1)
+    with pytest.raises(RuntimeError, match="read by restore"):
+        pickle.load(stream)
 
 
 def test_a_class_of_the_program_that_was_started_is_named_because_no_other_process_has_it() -> None:
