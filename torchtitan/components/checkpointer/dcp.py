@@ -302,7 +302,10 @@ class CheckpointManager(SavingManager):
     def _dispatch(self, checkpoint_id: str) -> None:
         if self._is_async:
             GarbageCollection.collect("before staging a checkpoint")
-        state, refusal = taken(self._flattened_model_states_sd)
+        if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            state, refusal = self._pinned_session().prepared, None
+        else:
+            state, refusal = taken(self._flattened_model_states_sd)
         result = self.dcp_save(
             state,
             checkpoint_id,

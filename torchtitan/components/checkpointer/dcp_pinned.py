@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpointer.dcp_entry import enter, taken
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
@@ -29,7 +28,7 @@ from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.pinned import dcp_shards, torch_seam
 from torchtitan.components.checkpointer.pinned.settling import settle
 from torchtitan.components.checkpointer.pinned.snapshot import CanWait
-from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
+from torchtitan.components.checkpointer.pinned.stager import plain, SharedMemoryStager
 
 WRITER_PROGRAM = "torchtitan.components.checkpointer.pinned.writer_main"
 
@@ -50,6 +49,8 @@ class PinnedSession:
     ) -> None:
         """Makes nothing yet; ``group`` is where the ranks agree, ``limit_seconds`` that of each wait."""
         self.stager: SharedMemoryStager | None = None
+        self.prepared: dict[str, Any] = {}
+        """The state that the next save is of, as it was given; nothing if it could not be had."""
         self._stager_type = stager_type
         self._group = group
         self._limit_seconds = limit_seconds
@@ -66,6 +67,7 @@ class PinnedSession:
             return AsyncMode.ASYNC_WITH_PINNED_MEM
         with told_as_save_error(asked, self._limit_seconds):
             self._open().prewarm(self._taken(state_of))
+            self.prepared = {}
             verdict = self._settle(None, needs_writer=True)
         return AsyncMode.ASYNC_WITH_PINNED_MEM if verdict.can_stage else AsyncMode.DISABLED
 
@@ -84,6 +86,7 @@ class PinnedSession:
         self, state_dict: dict[str, Any], writer: DurableFileSystemWriter, checkpoint_id: str
     ) -> AsyncSaveResponse:
         """Save what was prepared, which torch hands over to the stager."""
+        self.prepared = {}  # it keeps tensors alive that the run may replace
         if self._refusal is not None:
             writer.refuse(self._refusal)
 
@@ -101,6 +104,7 @@ class PinnedSession:
 
     def close(self) -> None:
         """End the writer process and free the memory; no save may be in flight."""
+        self.prepared = {}
         if self.stager is None:
             return
         stager, self.stager = self.stager, None
@@ -124,12 +128,13 @@ class PinnedSession:
 
     def _taken(self, state_of: StateOf) -> dict[str, Any]:
         """The state as plain values; nothing if it cannot be had, which is for the save to fail with."""
-        state, self._refusal = taken(
-            lambda: {
-                key: value.state_dict() if isinstance(value, Stateful) else value
-                for key, value in state_of().items()
-            }
-        )
+        self.prepared = {}
+
+        def take() -> dict[str, Any]:
+            self.prepared = state_of()
+            return {key: plain(value) for key, value in self.prepared.items()}
+
+        state, self._refusal = taken(take)
         return state
 
     def _settle(self, failure: CheckpointSaveError | None, *, needs_writer: bool) -> Verdict:

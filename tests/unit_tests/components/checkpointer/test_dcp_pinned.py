@@ -18,6 +18,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveTimeoutError,
 )
 from torchtitan.components.checkpointer.pinned import memory, stager
+from torchtitan.components.checkpointer.state import MODEL
 
 from tests.unit_tests.components.checkpointer.fakes import UnkillableProcess
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
@@ -63,6 +64,19 @@ def test_each_save_but_the_last_looks_first_whether_it_can_be_staged(
     assert made.prepare.call_count == 2
     (state,) = made.prepare.call_args.args
     assert {"tok_embeddings.weight", "optimizer", "train_state"} <= set(state)
+    run.manager.close()
+
+
+def test_the_model_is_asked_once_for_each_save_and_nothing_of_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build_run(tmp_path, async_mode=PINNED, interval=1)
+    model, asked = run.manager.states[MODEL], []
+    state_dict = model.state_dict
+    monkeypatch.setattr(model, "state_dict", lambda: asked.append(1) or state_dict())
+    run.train(2)
+    session = run.manager._pinned
+    assert len(asked) == 2 and session is not None and not session.prepared
     run.manager.close()
 
 

@@ -174,8 +174,8 @@ class SharedMemoryStager:
             self._prewarming = None
         self._snapshot, self._prewarms = None, False
         try:
-            plain = {key: _plain(value) for key, value in state_dict.items()}
-            self._snapshot = take(plain, self._find_can_wait(), self._describe_shard)
+            values = {key: plain(value) for key, value in state_dict.items()}
+            self._snapshot = take(values, self._find_can_wait(), self._describe_shard)
         except Exception as error:  # of any object in the state; the ranks settle what follows
             self.shortages.append(f"{type(error).__name__}: {error}")
             return
@@ -317,8 +317,12 @@ def _needed_bytes(snapshot: Snapshot) -> int:
     return aligned(snapshot.size_bytes) + len(snapshot.payload) + _SPARE_BYTES
 
 
-def _plain(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) else value
+def plain(value: Any) -> Any:
+    """The state of an object that has one; everything else is itself."""
+    # To ask a tensor takes long: it looks for each method of the protocol, in vain.
+    if isinstance(value, torch.Tensor) or not isinstance(value, Stateful):
+        return value
+    return value.state_dict()
 
 
 def _failed(process: WriterProcess, request: Request, error: Exception) -> Staged:
