@@ -10,6 +10,7 @@ read: it is looked at only where more are there than may stay, and once in a run
 import os
 import queue
 import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -25,6 +26,8 @@ from torchtitan.components.checkpointer.retention import Entry, purge_thread, Re
 from torchtitan.components.checkpointer.waiting import explanation
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
+
+_TURN_SECONDS = 1.0
 
 
 class Purging(FolderView):
@@ -166,7 +169,10 @@ class Purging(FolderView):
         if self.purge_thread is None or not self.purge_thread.is_alive():
             return True
         self.purge_queue.put(None)
-        self.purge_thread.join(self.timeout_seconds)
+        # In turns: a Ctrl-C that comes right before a wait begins is only seen after it.
+        ends_at = time.monotonic() + self.timeout_seconds
+        while self.purge_thread.is_alive() and (left := ends_at - time.monotonic()) > 0:
+            self.purge_thread.join(min(left, _TURN_SECONDS))
         if self.purge_thread.is_alive():
             # A daemon: it does not keep the process from ending.
             logger.warning(
