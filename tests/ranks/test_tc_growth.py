@@ -51,7 +51,7 @@ def small_tensors() -> dict[str, Any]:
     }
 
 
-def save_often(folder: Path) -> list[dict[str, float]]:
+def save_often(folder: Path) -> list[dict[str, int]]:
     """What this rank and its writer use after each save."""
     readings = []
     with few_descriptors(NUM_DESCRIPTORS):

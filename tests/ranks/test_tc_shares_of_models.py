@@ -53,6 +53,7 @@ def bytes_by_rank(flavor: Flavor) -> tuple[dict[int, int], int]:
     for paths in share_out(described, [], lambda ranks: True).values():
         for (group,) in paths.values():
             for rank in group.ranks:
+                assert isinstance(group.sharding_metadata, DTensorShardingMetadata)
                 shape, _ = compute_local_shard_info(group.sharding_metadata, rank)
                 written[rank] += 4 * prod(shape)
     total = 4 * 3 * sum(parameter.numel() for parameter in parameters.values())
