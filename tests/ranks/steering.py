@@ -30,7 +30,7 @@ from torchtitan.components.checkpointer.tc.storage import DurableStorage, Durabl
 
 from tests.unit_tests.components.checkpointer.ways import Way
 
-Act = Callable[[], None]
+Act = Callable[[], object]
 
 BEFORE_DATA, AFTER_DATA = "before the data", "after the data"
 COMMIT = "before the checkpoint counts"
