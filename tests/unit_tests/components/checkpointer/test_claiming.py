@@ -88,7 +88,7 @@ def test_a_folder_that_is_there_is_claimed_before_it_is_loaded_from(
 def test_a_save_beside_a_run_that_has_taken_the_folder_over_is_refused(
     tmp_path: Path, way: Way, built: list[Run]
 ) -> None:
-    run = start(tmp_path, way, built)
+    run = start(tmp_path, way, built, on_save_failure="warn")
     run.train(1)
     leave(tmp_path / "checkpoint", elsewhere())
     with pytest.raises(CheckpointInUseError, match="belongs to another run now"):
