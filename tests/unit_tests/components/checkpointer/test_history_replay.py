@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed
 from torchtitan.components.checkpointer.history import SUPERSEDED_RECORD
+from torchtitan.components.checkpointer.storage import DELETED
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager, MemoryStorage
 
@@ -50,10 +51,15 @@ class Killing(MemoryStorage):
         super().add(target)
 
     def remove(self, path: str) -> None:
-        files = [key for key, content in self._below(path).items() if content is not None]
-        for key in sorted(files, key=lambda key: FILES[::-1].index(key.rpartition("/")[2])):
-            self.operate()
-            del self.entries[key]
+        is_marked = False
+        for name in FILES[::-1]:
+            if self.isfile(f"{path}/{name}"):
+                self.operate()
+                content = self.entries.pop(f"{path}/{name}")
+                if not is_marked:
+                    # What makes it complete becomes what says that it is not.
+                    self.entries[f"{path}/{DELETED}"] = content and b"deleted"
+                    is_marked = True
         self.operate()
         self._take(path)
 

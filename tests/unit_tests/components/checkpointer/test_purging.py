@@ -6,6 +6,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch.distributed
+from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.tools.logging import logger
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
@@ -329,3 +330,59 @@ def test_a_disk_that_a_save_was_given_up_on_is_not_asked_at_the_end() -> None:
     manager._has_replaced, manager._gave_up = True, False
     manager._stop_purging()
     assert storage.isdir.called
+
+
+def test_what_cannot_be_cleared_away_is_moved_and_nothing_is_written_into_it() -> None:
+    class Stubborn(MemoryStorage):
+        def remove(self, path: str) -> None:
+            raise PermissionError(f"{path} is protected")
+
+    storage = Stubborn("/run/step-10")
+    storage.add("/run/step-10/manifest.deleted", b"1")
+    warnings = make_ready(ready(storage, loaded=0), 10)
+    assert storage.listdir("/run") == ["superseded"]
+    assert storage.isfile("/run/superseded/step-10/manifest.deleted")
+    assert "Could not delete /run/step-10" in warnings[0]
+
+
+def test_what_is_half_deleted_neither_counts_nor_is_loaded_and_is_queued_again() -> None:
+    storage = folder_of("step-10", "step-20", "step-30")
+    storage.add("/run/step-30/manifest.deleted", b"1")
+    manager = bare(storage, keep=3)
+    assert manager._find_load_step() == 20
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+        manager._purge_stale_checkpoints()
+    assert queued(manager) == ["/run/step-30"]
+
+
+def test_what_a_checkpoint_holds_is_looked_at_where_it_matters_once_and_anew_when_it_was_saved() -> (
+    None
+):
+    storage = folder_of("step-1", "step-2", "step-3", "step-4")
+    looked: list[str] = []
+
+    class Looking(BareManager):
+        def _kind_of(self, checkpoint_id: str) -> Kind:
+            looked.append(checkpoint_id)
+            if checkpoint_id.endswith("4"):
+                raise OSError("not now")  # nothing is learned, so it counts as full
+            return Kind.MODEL_ONLY if checkpoint_id.endswith("1") else Kind.FULL
+
+    manager = Looking(**vars(bare(storage, keep=5)))
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+        assert looked == []
+        manager.keep_latest_k = 2
+        for _ in range(2):
+            manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert sorted(looked) == [f"/run/step-{n}" for n in (1, 2, 3, 4, 4)]
+    assert queued(manager) == ["/run/step-2", "/run/step-3"], "the weights are the only ones"
+    looked.clear()
+    manager._loaded_step, manager._history_settled = 0, True
+    make_ready(manager, 1)
+    storage.add("/run/step-1/done", b"1")
+    storage.add("/run/step-5/done", b"1")
+    with on_rank(0):
+        manager._purge_stale_checkpoints(is_save_in_flight=False)
+    assert "/run/step-1" in looked

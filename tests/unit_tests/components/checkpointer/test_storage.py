@@ -12,7 +12,7 @@ from torchtitan.components.checkpointer.dcp_index import is_complete, kind_of, M
 from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.formats import CheckpointFiles, DCP, finder, MARKERS
 from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
-from torchtitan.components.checkpointer.storage import FilesystemStorage
+from torchtitan.components.checkpointer.storage import DELETED, FilesystemStorage
 from torchtitan.tools import filesystem
 
 
@@ -41,8 +41,38 @@ def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             storage.remove(str(path))
-    assert path.is_dir() and not is_anyones(str(path)) and not (path / MANIFEST).exists()
+    assert not is_anyones(str(path)) and not (path / MANIFEST).exists()
+    assert (path / DELETED).exists(), "it is known for what it is"
     storage.remove(str(path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_says_that_it_is_deleted_needs_no_space_and_goes_last(
+    tmp_path: Path, committed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path, MARKER)
+    first = path / (MANIFEST if committed else MARKER)
+    first.write_bytes(b"what was the first")
+    (path / "inside").mkdir()
+    (path / "inside/file").touch()
+
+    def cannot(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError
+
+    # One file cannot be deleted: all others go, and what is left is still known.
+    unlink = os.unlink
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os,
+            "unlink",
+            lambda p, **how: cannot() if str(p).endswith("~last") else unlink(p, **how),
+        )
+        with pytest.raises(OSError, match="could not be deleted completely"):
+            CheckpointFiles().remove(str(path))
+    assert sorted(os.listdir(path)) == [DELETED, "~last"]
+    assert (path / DELETED).read_bytes() == b"what was the first"
+    CheckpointFiles().remove(str(path))
     assert not path.exists()
 
 
