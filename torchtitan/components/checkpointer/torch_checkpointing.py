@@ -201,8 +201,9 @@ class TorchCheckpointingManager(SavingManager):
     def _take(self, last_step: bool) -> Items:
         if not (last_step and self.last_save_model_only):
             return items_of(self.states)
-        values, digests = items_of({MODEL: self.states[MODEL]})
-        return Items({MODEL: cast_for_export(values[MODEL], self.export_dtype)}, digests)
+        items = items_of({MODEL: self.states[MODEL]})
+        weights = cast_for_export(items.values[MODEL], self.export_dtype)
+        return Items({MODEL: weights}, items.digests)
 
     def _prewarm(self, curr_step: int) -> None:
         if self._prewarmed or not self._is_async:

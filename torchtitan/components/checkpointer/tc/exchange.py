@@ -30,7 +30,7 @@ from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.types import NestedPath, RankInfo
 
 from torchtitan.components.checkpointer.agreement import gather
-from torchtitan.components.checkpointer.tc.leaves import leaves
+from torchtitan.components.checkpointer.tc.leaves import leaves, Nested
 from torchtitan.components.checkpointer.tc.resharder import one_of_each_plain
 from torchtitan.components.checkpointer.tc.shares import (
     left_to_others,
@@ -63,16 +63,24 @@ class Metadata(DefaultMetadataManager):
         self._left: dict[str, set[NestedPath]] = {}
         self._is_agreed = False
 
-    def look(self, checkpoint_info: CheckpointInfo) -> bool:
+    def look(
+        self,
+        checkpoint_info: CheckpointInfo,
+        tensors: Mapping[Nested, torch.Tensor] | None = None,
+    ) -> bool:
         """Look at the tensors of this rank for the save that follows; whether they are as they were.
+
+        Args:
+            tensors: all in it by item and the keys that lead to them, if somebody has looked already.
 
         Raises:
             ValueError: one is laid out in a way that could not be read back.
         """
-        tensors, own = _Tensors(checkpoint_info), self._own
-        if not tensors.are(self._tensors):
-            own = self._described(checkpoint_info)
-        self._seen = tensors, own
+        tensors = _tensors_of(checkpoint_info) if tensors is None else tensors
+        seen, own = self._tensors, self._own
+        if seen is None or not seen.are(tensors):
+            seen, own = _Tensors(tensors), self._described(checkpoint_info)
+        self._seen = seen, own
         return self._current is not None and own == self._own
 
     def agree(self, *, is_known: bool) -> None:
@@ -174,25 +182,26 @@ def _held(local: LocalMetadata) -> dict[tuple[int, ...], bytes]:
     }
 
 
+def _tensors_of(checkpoint_info: CheckpointInfo) -> dict[Nested, torch.Tensor]:
+    return {
+        (key, *nested): leaf
+        for key, value in checkpoint_info.state_dict.items()
+        for nested, leaf in leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
 class _Tensors:
     """The tensors of a save, to be told from those of another one; keeps none of them alive."""
 
-    def __init__(self, checkpoint_info: CheckpointInfo) -> None:
-        self._found = {
-            (key, nested): (weakref.ref(leaf), leaf.shape, leaf.dtype)
-            for key, value in checkpoint_info.state_dict.items()
-            for nested, leaf in leaves(value)
-            if isinstance(leaf, torch.Tensor)
-        }
+    def __init__(self, tensors: Mapping[Nested, torch.Tensor]) -> None:
+        self._names = list(tensors)
+        self._found = [(weakref.ref(one), one.shape, one.dtype) for one in tensors.values()]
 
-    def are(self, others: "_Tensors | None") -> bool:
-        """Whether these are the very same objects: then they are laid out in the same way."""
+    def are(self, tensors: Mapping[Nested, torch.Tensor]) -> bool:
+        """Whether ``tensors`` are the very same objects: then they are laid out in the same way."""
         # Two references are equal if what they refer to is; to compare tensors would compare elements.
-        return (
-            others is not None
-            and self._found.keys() == others._found.keys()
-            and all(
-                mine[0]() is theirs[0]() and mine[1:] == theirs[1:]
-                for mine, theirs in zip(self._found.values(), others._found.values(), strict=True)
-            )
+        return self._names == list(tensors) and all(
+            reference() is one and shape == one.shape and dtype == one.dtype
+            for (reference, shape, dtype), one in zip(self._found, tensors.values(), strict=True)
         )

@@ -103,6 +103,6 @@ def _looked_at(
     items = Items({}, {})
     try:
         items = take()
-        return items, backend.look(items.values), None
+        return items, backend.look(items.values, items.tensors), None
     except Exception as error:  # of any object in the state
         return items, False, f"rank {rank}: {error}"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch_checkpointing.checkpoint_base import CheckpointInfo
 from torch_checkpointing.checkpoint_layout import TorchSerialization
@@ -44,6 +45,7 @@ from torchtitan.components.checkpointer.tc.commit import GroupCommit
 from torchtitan.components.checkpointer.tc.exchange import Metadata
 from torchtitan.components.checkpointer.tc.faults import checks_all, fault
 from torchtitan.components.checkpointer.tc.index import MARKER
+from torchtitan.components.checkpointer.tc.leaves import Nested
 from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
@@ -133,10 +135,12 @@ class Backend(CheckpointManager):
             # Else a storage in memory would be that of the writer process, and all of it lost.
             require_checkpoint(self._storage_config.create_storage(), path)
 
-    def look(self, payload: Mapping[str, Any]) -> bool:
+    def look(
+        self, payload: Mapping[str, Any], tensors: Mapping[Nested, torch.Tensor] | None = None
+    ) -> bool:
         """Look at the tensors to be saved; whether all of them are as they were. Raises ValueError."""
         items = self._schema.build_items(payload, rank=self._rank)
-        return self.metadata.look(CheckpointInfo(checkpoint_items=items))
+        return self.metadata.look(CheckpointInfo(checkpoint_items=items), tensors)
 
     def check_with(self, verification: Verification | None) -> None:
         """Check what the following loads read of the checkpoint that ``verification`` is of."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.nesting import encode
 from torchtitan.components.checkpointer.screening import require_plain
 from torchtitan.components.checkpointer.state import flatten_states, MODEL, OPTIMIZER
-from torchtitan.components.checkpointer.tc.leaves import leaves, require_distinct_names
+from torchtitan.components.checkpointer.tc.leaves import Nested, require_distinct_names
 
 
 class Items(NamedTuple):
@@ -28,6 +28,8 @@ class Items(NamedTuple):
     values: dict[str, Any]
     digests: dict[str, bytes | None]
     """Of what may be equal on all ranks."""
+    tensors: dict[Nested, torch.Tensor] | None = None
+    """All that there are, by state key and the keys that lead to them; None if nobody has looked."""
 
 
 def items_of(states: Mapping[str, Any]) -> Items:
@@ -37,11 +39,13 @@ def items_of(states: Mapping[str, Any]) -> Items:
         RuntimeError: it cannot be had, or not be saved.
         ValueError: names hide each other.
     """
-    items = Items({}, {})
+    values: dict[str, Any] = {}
+    digests: dict[str, bytes | None] = {}
+    tensors: dict[Nested, torch.Tensor] = {}
     for key, state in states.items():
-        items.values[key], items.digests[key] = _item(key, state)
-    flatten_states(items.values, model=items.values.get(MODEL))
-    return items
+        values[key], digests[key] = _item(key, state, tensors)
+    flatten_states(values, model=values.get(MODEL))
+    return Items(values, digests, tensors)
 
 
 def repeated(digests: Sequence[Mapping[str, bytes | None]], rank: int) -> set[str]:
@@ -53,18 +57,19 @@ def repeated(digests: Sequence[Mapping[str, bytes | None]], rank: int) -> set[st
     }
 
 
-def _item(key: str, state: Any) -> tuple[Any, bytes | None]:
-    """What is saved of a state; and its digest, if it may be equal on all ranks."""
+def _item(key: str, state: Any, tensors: dict[Nested, torch.Tensor]) -> tuple[Any, bytes | None]:
+    """What is saved of a state, whose ``tensors`` are noted; and its digest, if it may be equal on all ranks."""
     try:
         value = state.state_dict() if isinstance(state, Stateful) else state
-        _require_readable(value)
         if key in (MODEL, OPTIMIZER):
-            _require_plain(value, key)
+            _look_through(value, (key,), tensors)
             return value, None
         value = encode(value)
-        _require_plain(value, key)
+        own: dict[Nested, torch.Tensor] = {}
+        _look_through(value, (key,), own)
+        tensors.update(own)
         require_distinct_names(key, value)
-        if not _has_shards(value):
+        if not any(isinstance(tensor, DTensor) for tensor in own.values()):
             return value, _digest(value)
         return value, None
     except Exception as error:
@@ -90,42 +95,46 @@ class _ByContents(pickle.Pickler):
         return str(obj.dtype), tuple(obj.shape), hashlib.sha256(contents.data).digest()
 
 
-def _require_readable(tree: Any) -> None:
-    """Refuse tensors that the library writes, but reads back wrong or not at all."""
-    for nested, leaf in leaves(tree):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-        if type(local) not in _KINDS or local.layout is not torch.strided or local.is_quantized:
-            name = ".".join(map(str, nested))
-            raise TypeError(
-                f"{name} is a tensor of type {type(local).__name__} ({local.layout}, {local.dtype}), which "
-                "torch_checkpointing cannot read back; save it as a plain tensor"
-            )
+def _look_through(tree: Any, nested: Nested, tensors: dict[Nested, torch.Tensor]) -> None:
+    """Note the tensors, and refuse what no load would take or what cannot be written at all.
 
-
-def _require_plain(tree: Any, name: str) -> None:
-    """Refuse what no load would take, and what cannot be written at all, before a save has begun."""
+    Once, and before a save has begun: an optimizer has thousands of entries, and training waits.
+    """
     if isinstance(tree, torch.Tensor):
-        # What somebody has noted on a tensor goes into the file with it.
-        if noted := getattr(tree, "__dict__", None):
-            require_plain(dict(noted), name)
+        _require_readable(tree, nested)
+        tensors[nested] = tree
         return
     if not isinstance(tree, (Mapping, list)):
-        require_plain(tree, name)
+        require_plain(tree, _name(nested))
         return
     if type(tree) not in (dict, list):
-        require_plain(_emptied(tree), name)
+        require_plain(_emptied(tree), _name(nested))
     entries = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in entries:
         if type(key) not in (str, int):
-            require_plain(key, f"a key of {name}")
-        # An optimizer has thousands of these, and training waits.
+            require_plain(key, f"a key of {_name(nested)}")
         if type(value) not in _SURELY_PLAIN:
-            _require_plain(value, f"{name}.{key}")
+            _look_through(value, (*nested, key), tensors)
 
 
 _SURELY_PLAIN = (float, bool, str, type(None))
+
+
+def _require_readable(tensor: torch.Tensor, nested: Nested) -> None:
+    """Refuse a tensor that the library writes, but reads back wrong or not at all."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in _KINDS or local.layout is not torch.strided or local.is_quantized:
+        raise TypeError(
+            f"{_name(nested[1:])} is a tensor of type {type(local).__name__} ({local.layout}, {local.dtype}), "
+            "which torch_checkpointing cannot read back; save it as a plain tensor"
+        )
+    # What somebody has noted on a tensor goes into the file with it.
+    if noted := getattr(tensor, "__dict__", None):
+        require_plain(dict(noted), _name(nested))
+
+
+def _name(nested: Nested) -> str:
+    return ".".join(map(str, nested))
 
 
 def _emptied(container: Any) -> Any:
@@ -139,9 +148,3 @@ def _emptied(container: Any) -> Any:
 
 
 _KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _has_shards(tree: Any) -> bool:
-    if isinstance(tree, Mapping):
-        return any(map(_has_shards, tree.values()))
-    return any(map(_has_shards, tree)) if isinstance(tree, list) else isinstance(tree, DTensor)
