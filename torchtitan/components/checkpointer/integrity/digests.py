@@ -1,6 +1,6 @@
 """Digests of a file, taken while its bytes pass by on their way to the disk.
 
-A file has one digest as a whole, which ``xxhsum -H3`` prints too, and one for each block of 1 MiB, so
+A file has one digest as a whole, which ``xxhsum -H3`` prints too, and one for each of its blocks, so
 that whoever reads a part checks a part. Both are taken of one block after the other, while it is in
 the cache of the processor; nothing but little pieces is copied, and nothing read a second time from the disk.
 
@@ -8,7 +8,7 @@ the cache of the processor; nothing but little pieces is copied, and nothing rea
 """
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,9 @@ from typing_extensions import Buffer
 from xxhash import xxh3_64
 
 BLOCK_BYTES = 2**20
-"""What is read and checked at once. A part of the format: digests are of these blocks."""
+"""The length of the blocks in what is written now: what is read and checked at once. Ranks that load in
+another layout read whole blocks, so they should be no longer than a part of a tensor; and a terabyte has
+a million of them, whose digests every rank is told."""
 
 # An archive of torch has forty little writes for each tensor: hashed one by one they would take as
 # long as half of its saving, gathered first they hardly show.
@@ -38,7 +40,12 @@ class FileDigest:
     """Of each block, 16 digits each, without a gap; "" for a file of at most one block, of which
     ``xxh3_64`` says it."""
 
+    block_bytes: int = field(default_factory=lambda: BLOCK_BYTES)
+    """How long a block is; the last one may be shorter."""
+
     def __post_init__(self) -> None:
+        if self.block_bytes < 1:
+            raise ValueError(f"no blocks of {self.block_bytes} bytes")
         expected = _DIGITS * self.num_blocks if self.num_blocks > 1 else 0
         if self.size_bytes < 0 or len(self.xxh3_64) != _DIGITS or len(self.blocks) != expected:
             raise ValueError(
@@ -47,17 +54,17 @@ class FileDigest:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the file has; the last one may be shorter."""
-        return -(-self.size_bytes // BLOCK_BYTES)
+        """How many blocks the file has."""
+        return -(-self.size_bytes // self.block_bytes)
 
     def block_at(self, position: int) -> int:
         """The index of the block that holds the byte at ``position``."""
-        return position // BLOCK_BYTES
+        return position // self.block_bytes
 
     def block_range(self, index: int) -> tuple[int, int]:
         """Where block ``index`` begins and ends."""
-        start = index * BLOCK_BYTES
-        return start, min(start + BLOCK_BYTES, self.size_bytes)
+        start = index * self.block_bytes
+        return start, min(start + self.block_bytes, self.size_bytes)
 
     def block_digest(self, index: int) -> str:
         """The digest of block ``index``."""
@@ -69,8 +76,10 @@ class FileDigest:
 class Hasher:
     """Takes the bytes of a file in order and tells its digest."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int | None = None) -> None:
+        """``block_bytes`` None is what is written now."""
         self.size_bytes = 0
+        self._block_bytes = BLOCK_BYTES if block_bytes is None else block_bytes
         self._pending = bytearray()
         self._num_hashed = 0
         self._whole = xxh3_64()
@@ -96,7 +105,7 @@ class Hasher:
         blocks = ""
         if self._block is not None:
             blocks = "".join(self._blocks) + self._block.hexdigest()
-        return FileDigest(self.size_bytes, self._whole.hexdigest(), blocks)
+        return FileDigest(self.size_bytes, self._whole.hexdigest(), blocks, self._block_bytes)
 
     def _hash_pending(self) -> None:
         if self._pending:
@@ -106,9 +115,9 @@ class Hasher:
     def _hash(self, view: memoryview) -> None:
         start = 0
         while start < len(view):
-            room = BLOCK_BYTES - self._num_hashed % BLOCK_BYTES
+            room = self._block_bytes - self._num_hashed % self._block_bytes
             part = view[start : start + room]
-            if self._num_hashed and room == BLOCK_BYTES:
+            if self._num_hashed and room == self._block_bytes:
                 self._begin_block()
             self._whole.update(part)
             if self._block is not None:
@@ -132,9 +141,9 @@ def flat(buffer: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def digest_of(content: Buffer) -> FileDigest:
-    """The digest of a file that holds ``content``."""
-    hasher = Hasher()
+def digest_of(content: Buffer, block_bytes: int | None = None) -> FileDigest:
+    """The digest of a file that holds ``content``; ``block_bytes`` None is what is written now."""
+    hasher = Hasher(block_bytes)
     hasher.update(content)
     return hasher.digest()
 

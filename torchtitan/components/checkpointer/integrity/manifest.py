@@ -13,7 +13,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, cast, Literal, NoReturn
 
@@ -25,17 +25,22 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
 )
+from torchtitan.components.checkpointer.integrity import digests
 from torchtitan.components.checkpointer.integrity.digests import FileDigest
 from torchtitan.components.checkpointer.storage import MovingStorage
 
 MANIFEST = "manifest.json"
 """Its name in the directory of a checkpoint."""
 
-SCHEMA = 1
-"""The version of the format that is written, and the newest one that can be read."""
+SCHEMA = 2
+"""The version of the format that is written, and the newest one that can be read.
+
+1: without ``block_bytes``; blocks have 4 MiB. 2: says how long they are.
+"""
 
 ManifestKind = Literal["full", "model_only", "hf"]
 
+_BLOCK_BYTES_IN_SCHEMA_1 = 4 * 2**20
 _KINDS = ("full", "model_only", "hf")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NO_DIGEST = "0" * 16
@@ -77,7 +82,12 @@ class Manifest:
     files: dict[str, FileDigest]
     """By name relative to the directory of the checkpoint, with "/" between parts."""
 
+    block_bytes: int = field(default_factory=lambda: digests.BLOCK_BYTES)
+    """Of all their digests."""
+
     def __post_init__(self) -> None:
+        if any(digest.block_bytes != self.block_bytes for digest in self.files.values()):
+            raise ValueError(f"not all digests are of blocks of {self.block_bytes} bytes")
         for name in self.files:
             # Not only on reading: a manifest that nobody can read must not be written.
             if any(part in ("", ".", "..") for part in name.split("/")):
@@ -110,9 +120,9 @@ def render(manifest: Manifest) -> bytes:
     Raises:
         ValueError: a value is not of the type that it is declared with.
     """
-    text = _text_of(manifest)
+    text = _text_of(manifest, SCHEMA)
     try:
-        again = _text_of(_manifest_of(json.loads(text)))
+        again = _text_of(_manifest_of(json.loads(text), SCHEMA), SCHEMA)
     except ValueError as error:
         again = repr(error).encode()
     if again != text:
@@ -121,10 +131,10 @@ def render(manifest: Manifest) -> bytes:
     return text
 
 
-def _text_of(manifest: Manifest) -> bytes:
+def _text_of(manifest: Manifest, schema: int) -> bytes:
     head = manifest.head
     fields = {
-        "schema": SCHEMA,
+        "schema": schema,
         "xxh3_64": _NO_DIGEST,
         "step": head.step,
         "kind": head.kind,
@@ -133,6 +143,7 @@ def _text_of(manifest: Manifest) -> bytes:
         "parallel": head.parallel,
         "versions": head.versions,
         "config": _plain(head.config),
+        **({} if schema == 1 else {"block_bytes": manifest.block_bytes}),
         "files": {
             name: {
                 "size_bytes": digest.size_bytes,
@@ -168,9 +179,11 @@ def parse(content: bytes, path: str) -> Manifest:
             f"{path} has schema {schema}, and this version of torchtitan ({__version__}) reads up to "
             f"{SCHEMA}. A newer version wrote this checkpoint: resume with that one."
         )
+    if schema < 1:
+        _damaged(path, f"there has never been a schema {schema}")
     try:
-        manifest = _manifest_of(json.loads(content))
-        is_canonical = _text_of(manifest) == content
+        manifest = _manifest_of(json.loads(content), schema)
+        is_canonical = _text_of(manifest, schema) == content
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _damaged(path, f"its content makes no sense: {error!r}", error)
     if not is_canonical:
@@ -195,7 +208,10 @@ def read(storage: MovingStorage, path: str) -> Manifest | None:
     return parse(content, file)
 
 
-def _manifest_of(fields: dict[str, Any]) -> Manifest:
+def _manifest_of(fields: dict[str, Any], schema: int) -> Manifest:
+    block_bytes = _BLOCK_BYTES_IN_SCHEMA_1 if schema == 1 else fields["block_bytes"]
+    if type(block_bytes) is not int:
+        raise ValueError(f"block_bytes {block_bytes!r}")
     step, world_size, kind = fields["step"], fields["world_size"], fields["kind"]
     if type(step) is not int or type(world_size) is not int or type(fields["backend"]) is not str:
         raise ValueError(f"step {step!r}, world_size {world_size!r}, backend {fields['backend']!r}")
@@ -211,7 +227,8 @@ def _manifest_of(fields: dict[str, Any]) -> Manifest:
             raise ValueError(f"the size of {name!r} is {entry['size_bytes']!r}")
         if not _DIGITS.fullmatch(entry["xxh3_64"] + entry["blocks"]):
             raise ValueError(f"the digests of {name!r} are none")
-        files[name] = FileDigest(entry["size_bytes"], entry["xxh3_64"], entry["blocks"])
+        sizes_and_digests = entry["size_bytes"], entry["xxh3_64"], entry["blocks"]
+        files[name] = FileDigest(*sizes_and_digests, block_bytes)
     head = Head(
         step=step,
         kind=cast(ManifestKind, kind),
@@ -221,7 +238,7 @@ def _manifest_of(fields: dict[str, Any]) -> Manifest:
         versions=dict(fields["versions"]),
         config=None if fields["config"] is None else dict(fields["config"]),
     )
-    return Manifest(head=head, files=files)
+    return Manifest(head=head, files=files, block_bytes=block_bytes)
 
 
 def _with_digest(text: bytes, place: re.Match[bytes], digest: str) -> bytes:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torchtitan.components.checkpointer.integrity import digests
 from torchtitan.components.checkpointer.integrity.digests import digest_of, FileDigest, Hasher
 from xxhash import xxh3_64_hexdigest
 
@@ -65,14 +64,12 @@ def test_anything_contiguous_is_hashed_as_the_bytes_it_is() -> None:
 
 def test_large_pieces_are_not_copied() -> None:
     content = memoryview(bytearray(2**20))
-    hasher = Hasher()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digests, "BLOCK_BYTES", 2**18)
-        tracemalloc.start()
-        hasher.update(content)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert hasher.digest() == digest_of(bytes(content))
+    hasher = Hasher(2**18)
+    tracemalloc.start()
+    hasher.update(content)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert hasher.digest() == digest_of(bytes(content), 2**18)
     assert peak < 10_000
 
 

@@ -1,0 +1,83 @@
+"""A manifest of the first schema, as it was written then, still says what its files have to hold."""
+
+import re
+
+import pytest
+from torchtitan.components.checkpointer.errors import CheckpointDamagedError
+from torchtitan.components.checkpointer.integrity.manifest import parse, render
+from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
+
+from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
+
+MIB = 2**20
+# Nine different blocks of today; three of then.
+CONTENT = b"".join(bytes([number]) * MIB for number in range(9))
+
+WRITTEN = b"""{
+  "schema": 1,
+  "xxh3_64": "8aa63b21e750b049",
+  "step": 30,
+  "kind": "full",
+  "backend": "dcp",
+  "world_size": 1,
+  "parallel": {
+    "dp_shard": 1
+  },
+  "versions": {
+    "torch": "2.13.0"
+  },
+  "config": {
+    "lr": 0.1
+  },
+  "files": {
+    ".metadata": {
+      "size_bytes": 5,
+      "xxh3_64": "b4b38c1f199f81e8",
+      "blocks": ""
+    },
+    "__0_0.distcp": {
+      "size_bytes": 9437184,
+      "xxh3_64": "daee1d0cc6af4685",
+      "blocks": "7bf72e5d861ef4c8792985fc7fa3d2d58b3f682cec3780da"
+    }
+  }
+}
+"""
+
+
+def verification(content: bytes = CONTENT) -> Verification:
+    storage = MemoryStorage()
+    for name, written in {
+        "manifest.json": WRITTEN,
+        ".metadata": b"index",
+        "__0_0.distcp": content,
+    }.items():
+        storage.add(f"/run/step-30/{name}", written)
+    return Verification.begin(storage, "/run/step-30", Verify.FULL, step=30)
+
+
+def test_whole_files_and_parts_of_them_are_good() -> None:
+    found = verification()
+    assert found.check(".metadata", b"index") == b"index"
+    assert found.check("__0_0.distcp", CONTENT) == CONTENT
+
+
+@pytest.mark.parametrize(("at", "block"), [(0, (0, 4)), (5 * MIB, (4, 8)), (9 * MIB - 1, (8, 9))])
+def test_damage_is_told_of_the_blocks_of_then(at: int, block: tuple[int, int]) -> None:
+    changed = bytearray(CONTENT)
+    changed[at] ^= 1
+    told = re.escape(f"bytes {block[0] * MIB}..{block[1] * MIB - 1}")
+    with pytest.raises(CheckpointDamagedError, match=told):
+        verification(bytes(changed)).check("__0_0.distcp", bytes(changed))
+
+
+def test_what_is_written_anew_of_it_is_of_today() -> None:
+    manifest = parse(WRITTEN, "m")
+    assert parse(render(manifest), "m") == manifest
+    assert b'"schema": 2' in render(manifest) and b'"block_bytes": 4194304' in render(manifest)
+
+
+@pytest.mark.parametrize("schema", [b"0", b"00"])
+def test_a_schema_that_never_was_is_damage(schema: bytes) -> None:
+    with pytest.raises(CheckpointDamagedError):
+        parse(WRITTEN.replace(b'"schema": 1', b'"schema": ' + schema, 1), "m")
