@@ -110,8 +110,12 @@ def _is_seen_by_torch_only(part: nn.Module) -> bool:
     Other code may expect tensors without a history, as nearly everybody asks for them.
     """
     return not any(
-        module._state_dict_hooks
-        or any(getattr(type(module), name) is not method for name, method in _OF_TORCH.items())
+        module._state_dict_hooks or module._state_dict_pre_hooks
+        # Of the object itself, which may have been given another one than its class has.
+        or any(
+            getattr(getattr(module, name), "__func__", None) is not method
+            for name, method in _OF_TORCH.items()
+        )
         for module in part.modules()
     )
 

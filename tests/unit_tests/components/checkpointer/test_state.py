@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _patch_model_state_dict
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     flatten_states,
@@ -222,6 +223,21 @@ def test_a_module_that_makes_its_entries_is_asked_for_them_without_a_history(
     wrapper = ModelWrapper([nn.ModuleDict({"own": kind()}), nn.Linear(1, 1)])
     assert wrapper.state_dict()["own.weight"].tolist() == [2.0, 2.0]
     assert not any(value.requires_grad for value in wrapper.state_dict().values())
+
+
+def test_a_model_that_was_given_another_state_dict_is_asked_as_nearly_everybody_asks() -> None:
+    model = nn.Linear(2, 1)
+    _patch_model_state_dict(model)
+    state = ModelWrapper(model).state_dict()
+    assert sorted(state) == ["bias", "weight"]
+    assert not any(value.requires_grad for value in state.values())
+
+
+def test_a_hook_before_the_entries_is_asked_for_them_without_a_history() -> None:
+    model, kept = nn.ModuleDict({"own": nn.Linear(2, 1)}), []
+    model["own"].register_state_dict_pre_hook(lambda module, prefix, keeps: kept.append(keeps))
+    ModelWrapper(model).state_dict()
+    assert kept and not any(kept)
 
 
 class Remembering(nn.Module):
