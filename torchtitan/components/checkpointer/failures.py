@@ -76,6 +76,8 @@ class FailedSaves:
                 self.succeeded()
             return None
         if failure.was_raised:
+            # Whoever goes on after it begins anew, as the rank has done which raised it.
+            self._in_a_row.clear()
             return None
         if is_excused and not self.goes_on:
             logger.warning(

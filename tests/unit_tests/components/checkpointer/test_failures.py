@@ -140,6 +140,18 @@ def test_between_two_saves_a_run_that_goes_on_ends_only_with_the_last_it_bears()
     assert last is not None and "2 saves in a row" in str(last)
 
 
+def test_after_the_last_it_bears_the_count_is_the_same_where_it_was_raised_and_elsewhere() -> None:
+    here, elsewhere = warning(limit=2), warning(limit=2)
+    for failed in (here, elsewhere):
+        assert settled(failed, failure(2)) is None
+    last = failure(4)
+    assert here.seen(last) is not None
+    for failed in (here, elsewhere):
+        agreed = agreed_failure(None, [ending_of(last)])
+        assert settled(failed, agreed) is None
+        assert settled(failed, failure(6)) is None
+
+
 def test_one_rank_that_gave_up_is_all_of_them() -> None:
     late = CheckpointSaveTimeoutError("rank 1 has waited")
     agreed = agreed_failure(None, [ending_of(None), ending_of(late)])
