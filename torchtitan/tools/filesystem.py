@@ -241,6 +241,18 @@ def room(path: str) -> Room | None:
     return Room(found.f_bavail * block, found.f_blocks * block, free_files)
 
 
+def free_bytes(path: str) -> int | None:
+    """How much may still be written around ``path``; None where nobody can tell.
+
+    Raises OSError when the disk does not answer.
+    """
+    found = room(path)
+    # Some file systems that a program stands behind know how large they are, and nothing else.
+    if found is None or (found.free_bytes == 0 and found.free_files is None):
+        return None
+    return found.free_bytes
+
+
 def file_sizes(path: str, names: Iterable[str]) -> dict[str, int]:
     """Bytes of each of the files ``names`` below the directory ``path``; without those not there.
 

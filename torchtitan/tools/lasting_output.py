@@ -48,10 +48,11 @@ class LastingOutput:
             _discard(self._stream)
         if not self._was_told:
             self._was_told = True
+            is_error = getattr(self._stream, "name", "") == "<stderr>"
             with suppress(Exception):  # that one may be gone as well
                 print(
-                    f"[titan] lines of the log are lost, because the standard output cannot be written: "
-                    f"{error!r}. Training goes on.",
+                    f"[titan] lines of the log are lost, because the standard "
+                    f"{'error' if is_error else 'output'} cannot be written: {error!r}. Training goes on.",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -7,9 +7,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from unittest.mock import MagicMock
 
 import pytest
 from torchtitan.components.data.progress import byte_progress
+from torchtitan.tools.lasting_output import LastingOutput
 
 from tests.unit_tests.small_disk import fill, small_disk
 from tests.unit_tests.structure.sources import ROOT
@@ -127,6 +129,16 @@ def test_a_standard_error_that_is_gone_changes_no_ending(code: str, closing: str
         command = ["sh", "-c", f'exec "$0" -c "$1" {closing}', sys.executable, code]
         done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stderr=stderr, timeout=60)
     assert done.returncode == 7
+
+
+@pytest.mark.parametrize("stream", ["output", "error"])
+def test_it_is_told_which_stream_cannot_be_written(
+    stream: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = MagicMock(write=MagicMock(side_effect=OSError("full")))
+    full.name = {"output": "<stdout>", "error": "<stderr>"}[stream]
+    assert LastingOutput(full).write("text") == 4
+    assert f"because the standard {stream} cannot be written: OSError" in capsys.readouterr().err
 
 
 def test_a_bar_is_drawn_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

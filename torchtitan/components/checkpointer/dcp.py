@@ -244,7 +244,7 @@ class CheckpointManager(SavingManager):
                 writer,
             )
         else:
-            result = self._pinned_session().async_save(state_dict, writer, checkpoint_id)
+            result = self._pinned_session().async_save(writer, checkpoint_id)
         if enable_garbage_collection:
             GarbageCollection.collect("after the checkpoint was handed over")
         return result
@@ -271,10 +271,9 @@ class CheckpointManager(SavingManager):
     def _is_async(self) -> bool:
         return self.async_mode is not AsyncMode.DISABLED
 
-    def _prewarm(self, curr_step: int) -> None:
+    def _prewarm(self, asked: str) -> None:
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
-            asked = f"Preparing after step {curr_step} for saves into {self.folder}"
-            self.async_mode = self._pinned_session().prewarm(asked, self._flattened_model_states_sd)
+            self.async_mode = self._pinned_session().prewarm(self._flattened_model_states_sd)
 
     def _settle(
         self, asked: str, earlier: CheckpointSaveError | None, curr_step: int, last_step: bool

@@ -23,7 +23,6 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
 )
-from torchtitan.components.checkpointer.in_flight import told_as_save_error
 from torchtitan.components.checkpointer.modes import AsyncMode
 from torchtitan.components.checkpointer.pinned import dcp_shards, torch_seam
 from torchtitan.components.checkpointer.pinned.settling import settle
@@ -50,25 +49,25 @@ class PinnedSession:
         """Makes nothing yet; ``group`` is where the ranks agree, ``limit_seconds`` that of each wait."""
         self.stager: SharedMemoryStager | None = None
         self.prepared: dict[str, Any] = {}
-        """The state that the next save is of, as it was given; nothing if it could not be had."""
+        """The state that the next save is of, as plain values; nothing if it could not be had."""
         self._stager_type = stager_type
         self._group = group
         self._limit_seconds = limit_seconds
         self._find_can_wait = find_can_wait
         self._refusal: Exception | None = None
 
-    def prewarm(self, asked: str, state_of: StateOf) -> AsyncMode:
+    def prewarm(self, state_of: StateOf) -> AsyncMode:
         """Once, before the first save: start the writer process and take memory beside training.
 
-        Collective. ``asked`` begins the error that tells what failed; returns the mode of the saves
-        that follow.
+        Collective. Returns the mode of the saves that follow.
         """
         if self.stager is not None:
             return AsyncMode.ASYNC_WITH_PINNED_MEM
-        with told_as_save_error(asked, self._limit_seconds):
+        try:
             self._open().prewarm(self._taken(state_of))
+        finally:
             self.prepared = {}
-            verdict = self._settle(None, needs_writer=True)
+        verdict = self._settle(None, needs_writer=True)
         return AsyncMode.ASYNC_WITH_PINNED_MEM if verdict.can_stage else AsyncMode.DISABLED
 
     def settle(self, failure: CheckpointSaveError | None, state_of: StateOf | None) -> Verdict:
@@ -82,10 +81,8 @@ class PinnedSession:
             self._open().prepare(self._taken(state_of))
         return self._settle(failure, needs_writer=state_of is not None)
 
-    def async_save(
-        self, state_dict: dict[str, Any], writer: DurableFileSystemWriter, checkpoint_id: str
-    ) -> AsyncSaveResponse:
-        """Save what was prepared, which torch hands over to the stager."""
+    def async_save(self, writer: DurableFileSystemWriter, checkpoint_id: str) -> AsyncSaveResponse:
+        """Save what was prepared, through torch, which calls the stager that has it."""
         self.prepared = {}  # it keeps tensors alive that the run may replace
         if self._refusal is not None:
             writer.refuse(self._refusal)
@@ -100,7 +97,8 @@ class PinnedSession:
                 async_stager=cast(Any, self._open()),
             )
 
-        return cast(AsyncSaveResponse, enter(save, state_dict, writer))
+        # torch would ask each entry, and each tensor at length, whether it has a state of its own.
+        return cast(AsyncSaveResponse, enter(save, {}, writer))
 
     def close(self) -> None:
         """End the writer process and free the memory; no save may be in flight."""
@@ -128,14 +126,11 @@ class PinnedSession:
 
     def _taken(self, state_of: StateOf) -> dict[str, Any]:
         """The state as plain values; nothing if it cannot be had, which is for the save to fail with."""
-        self.prepared = {}
-
-        def take() -> dict[str, Any]:
-            self.prepared = state_of()
-            return {key: plain(value) for key, value in self.prepared.items()}
-
-        state, self._refusal = taken(take)
-        return state
+        self.prepared = {}  # before the next one is taken
+        self.prepared, self._refusal = taken(
+            lambda: {key: plain(value) for key, value in state_of().items()}
+        )
+        return self.prepared
 
     def _settle(self, failure: CheckpointSaveError | None, *, needs_writer: bool) -> Verdict:
         verdict = settle(self._open(), failure, self._group, needs_writer=needs_writer)

@@ -8,7 +8,9 @@ be deleted is tried again, less and less often, since a disk that refused once w
     base.load -> none_begin (what is queued stays, until a later cycle queues it again)
 """
 
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -31,16 +33,15 @@ class Deletions:
 
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
-        # Held while something is deleted, which may take long, and while a load must find what it was shown.
-        self._turn = threading.Lock()
         # Held for a moment, so that what is withdrawn has either not begun or is known to have.
-        self._marks = threading.Lock()
+        self._marks = threading.Condition()
         self._waiting: Counter[str] = Counter()
         self._withdrawn: Counter[str] = Counter()
         self._current: str | None = None
         self._cycle = 0
         self._failures: Counter[str] = Counter()
         self._next_try: dict[str, int] = {}
+        self._ended_at = -math.inf
 
     def begin_cycle(self) -> None:
         """A save begins, and with it the next look at what may go."""
@@ -55,6 +56,11 @@ class Deletions:
         """What is queued or being deleted: it counts no more, and is nobody's leftover."""
         return frozenset(self._waiting)
 
+    @property
+    def idle_seconds(self) -> float:
+        """How long ago the last one of those that were queued was deleted."""
+        return time.monotonic() - self._ended_at
+
     def add(self, path: str) -> None:
         """Note that ``path`` is queued."""
         self._waiting[path] += 1
@@ -65,21 +71,22 @@ class Deletions:
         Raises:
             Exception: what the storage says; it is tried again in a later cycle.
         """
-        with self._turn:
+        with self._marks:
+            if self._withdrawn[path] > 0:
+                self._withdrawn[path] -= 1
+                return
+            self._current = path
+        try:
+            if is_pinned(self._storage, path):
+                logger.info(f"Kept {path}: a file {PIN} was put there before its turn came.")
+            else:
+                self.delete_now(path)
+                self._ended_at = time.monotonic()
+        finally:
             with self._marks:
-                if self._withdrawn[path] > 0:
-                    self._withdrawn[path] -= 1
-                    return
-                self._current = path
-            try:
-                if is_pinned(self._storage, path):
-                    logger.info(f"Kept {path}: a file {PIN} was put there before its turn came.")
-                else:
-                    self.delete_now(path)
-            finally:
-                with self._marks:
-                    self._current = None
-                    self._waiting.pop(path, None)
+                self._current = None
+                self._waiting.pop(path, None)
+                self._marks.notify_all()
 
     def withdraw(self, path: str, limit_seconds: float) -> bool:
         """Let ``path``, which gets another content, not be deleted; whether it was queued.
@@ -89,13 +96,17 @@ class Deletions:
         """
         with self._marks:
             if self._current != path:
-                times = self._waiting.pop(path, 0)
-                self._withdrawn[path] += times
-                return times > 0
-        if not self._turn.acquire(timeout=limit_seconds):
-            raise TimeoutError(f"the deletion of {path} was not over after {limit_seconds:g} s")
-        self._turn.release()
+                return self._take_back(path)
+            if not self._marks.wait_for(lambda: self._current != path, limit_seconds):
+                raise TimeoutError(
+                    f"the deletion of {path} was not over after {limit_seconds:.4g} s"
+                )
         return False
+
+    def _take_back(self, path: str) -> bool:
+        times = self._waiting.pop(path, 0)
+        self._withdrawn[path] += times
+        return times > 0
 
     def delete_now(self, path: str) -> None:
         """Delete ``path``, which nobody has queued, in the training thread.
@@ -115,24 +126,17 @@ class Deletions:
 
     @contextmanager
     def none_begin(self, limit_seconds: float) -> Generator[None]:
-        """Withdraw all that is queued, and begin no deletion in the block.
+        """Withdraw all that is queued, so that no deletion begins in the block.
 
         One that has begun is waited for, up to the limit: what it deletes looks like a checkpoint until
         its commit record is gone, which is its first act.
         """
-        is_my_turn = self._turn.acquire(timeout=limit_seconds)
-        if not is_my_turn:
-            logger.warning(
-                f"The deletion of {self._current} was not over after {limit_seconds:g} s. What it deletes "
-                "is not loaded."
-            )
-        try:
-            with self._marks:
-                for path, times in list(self._waiting.items()):
-                    if path != self._current:
-                        self._withdrawn[path] += times
-                        self._waiting.pop(path)
-            yield
-        finally:
-            if is_my_turn:
-                self._turn.release()
+        with self._marks:
+            for path in self.waiting - {self._current}:
+                self._take_back(path)
+            if not self._marks.wait_for(lambda: self._current is None, limit_seconds):
+                logger.warning(
+                    f"The deletion of {self._current} was not over after {limit_seconds:g} s. What it "
+                    "deletes is not loaded."
+                )
+        yield

@@ -9,6 +9,7 @@ checkpoints of a future that this run has left.
 At every point in between the newest checkpoint that this run may go on from is there and is found.
 """
 
+import time
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -60,6 +61,8 @@ class Housekeeping(Claiming, RoomCheck):
         """
 
         def act() -> list[str]:
+            # The other ranks wait as long as the limit, and are to hear what went wrong.
+            self._ready_by = time.monotonic() + self.timeout_seconds / 2
             self._require_claim()
             self._deletions.begin_cycle()
             self._sweep_unfinished()
@@ -68,12 +71,13 @@ class Housekeeping(Claiming, RoomCheck):
             moved += free_name(self._storage, self.folder, checkpoint_id)
             moved += self._put_back_replaced(but=checkpoint_id)
             if with_retention:
-                self._end_deletions()
+                self._sweep_half_deleted()
                 self._purge_stale_checkpoints(is_save_in_flight=False)
             moved += self._clear_staging(checkpoint_id)
             moved += self._clear_path(checkpoint_id)
             self._forget_kind(checkpoint_id)
             self._require_room(checkpoint_id, is_last=not with_retention)
+            self._begun |= {checkpoint_id}
             return moved
 
         for path in rank_zero_decides(act, group):
@@ -84,7 +88,6 @@ class Housekeeping(Claiming, RoomCheck):
         self._history_settled = True
         self._damaged = {}  # They were not loaded, so they are gone from here.
         self._saved_paths |= {checkpoint_id}
-        self._begun |= {checkpoint_id}
 
     def _clear_staging(self, checkpoint_id: str) -> list[str]:
         """Remove what an earlier save left where this one is staged; where is now what had to be kept."""
@@ -92,7 +95,7 @@ class Housekeeping(Claiming, RoomCheck):
 
     def _clear_path(self, path: str) -> list[str]:
         """Make room for a save at ``path``; where what another history left there is now."""
-        self._deletions.withdraw(path, self.timeout_seconds)  # else the new one would be deleted
+        self._deletions.withdraw(path, self._left_seconds)  # else the new one would be deleted
         if not self._storage.isdir(path):
             require_no_lost_links(self._storage, [path])
             return []
@@ -118,7 +121,7 @@ class Housekeeping(Claiming, RoomCheck):
     def _free_replaced(self, path: str) -> None:
         """End the deletion of what ``path`` itself has replaced: two cannot wait under one name."""
         before = filesystem.join(self.folder, f"{REPLACED}/{path.rpartition('/')[2]}")
-        if self._deletions.withdraw(before, self.timeout_seconds):
+        if self._deletions.withdraw(before, self._left_seconds):
             self._remove(before, "whose step was saved again")
 
     def _clear_leftover(self, path: str) -> list[str]:

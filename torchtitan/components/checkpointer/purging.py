@@ -3,7 +3,7 @@
 Rank 0 acts. What a checkpoint holds is told by its manifest or its index, which may take a while to
 read: it is looked at only where more are there than may stay, and once in a run.
 
-    _make_ready -> _end_deletions, _purge_stale_checkpoints -> Retention.plan -> _remove, purge_queue
+    _make_ready -> _sweep_half_deleted, _purge_stale_checkpoints -> Retention.plan -> _remove, purge_queue
     close -> _stop_purging (what is queued is gone then)
 """
 
@@ -45,6 +45,16 @@ class Purging(FolderView):
     _kinds: Mapping[str, Kind] = MappingProxyType({})
     """What checkpoints were found to hold, by path."""
 
+    _ready_by: float = 0
+    """Until when the folder has to be ready for the save that comes next, on the monotonic clock."""
+
+    _is_swept: bool = False
+    """Whether no deletion of an earlier run is left to be ended, where nothing expires."""
+
+    @property
+    def _left_seconds(self) -> float:
+        return max(self._ready_by - time.monotonic(), 0)
+
     @property
     def _deletions(self) -> Deletions:
         if self._deletions_or_none is None:
@@ -65,19 +75,22 @@ class Purging(FolderView):
         for path in (*purge.half_deleted, *purge.expired):
             self._delete_beside_training(path)
 
-    def _end_deletions(self) -> None:
+    def _sweep_half_deleted(self) -> None:
         """Delete what deletions have left that were cut short by a crash; rank 0 only.
 
-        For runs in which nothing expires: such a directory is of no use to anybody there as well.
+        For runs in which nothing expires: such a directory is of no use to anybody there as well. Once,
+        since only an earlier run can have left one, and to look takes longer with each checkpoint.
         """
-        if self.keep_latest_k > 0 or not self._storage.isdir(self.folder):
+        if self.keep_latest_k > 0 or self._is_swept or not self._storage.isdir(self.folder):
             return  # the search for what expires finds them as well
+        self._is_swept = True
         for name in self._storage.listdir(self.folder):
             path = filesystem.join(self.folder, name)
             if self._parse_step(name) is None or is_pinned(self._storage, path):
                 continue
             if self._finder().is_half_deleted(path):
                 self._remove(path, "whose deletion had not ended")
+                self._is_swept &= not self._storage.isdir(path)
 
     def _delete_beside_training(self, path: str) -> None:
         """Queue ``path`` for deletion, unless that has failed a moment ago."""

@@ -1,12 +1,13 @@
 """Whether there is room for a save, before anything of it is written; rank 0 only.
 
 What an earlier save of this run did not finish goes first, whatever retention says: after a disk was
-full it may be all that is in the way. What is queued for deletion is waited for, before it is said
-that there is too little. Of a disk that cannot tell how much is free nothing is asked.
+full it may be all that is in the way. What is queued for deletion is waited for, and until the disk counts it
+as free, before it is said that there is too little. Of a disk that cannot tell how much is free nothing is asked.
 
     housekeeping._make_ready -> _sweep_unfinished ... _require_room -> the save begins
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,11 @@ from torchtitan.tools.logging import logger
 _AMPLE = 4
 """With room for so many saves as large as the last one, it is not counted how large the next one is."""
 
+_LATE_SECONDS = 30
+"""What was deleted may be counted as free so much later: btrfs commits every 30 s, ZFS every 5 s."""
+
+_PAUSE_SECONDS = 0.5
+
 
 class RoomCheck(Purging):
     """A base of the managers, see the top of the file."""
@@ -50,7 +56,7 @@ class RoomCheck(Purging):
         finder = self._finder()
         done = {path for path in self._begun if finder.is_complete_for_any(path)}
         if done and not self._saved_bytes:
-            self._saved_bytes = self._size_of_full(max(done))
+            self._saved_bytes = self._size_of_full(max(done, key=self._step_of))
         self._begun -= done
         if not self._begun or not self._storage.isdir(self.folder):
             return
@@ -80,7 +86,7 @@ class RoomCheck(Purging):
         self._needed_bytes = max(self._needed_bytes, needed)
         if free < needed:
             self._wait_for_deletions()
-            free = self._free_bytes()  # also if the last one was over before that
+            free = self._free_in_the_end(needed)  # also if the last one was over before that
         if free is None or free >= needed:
             return
         asked = saving(self._step_of(checkpoint_id), checkpoint_id)
@@ -117,6 +123,15 @@ class RoomCheck(Purging):
         except OSError:
             return None
 
+    def _free_in_the_end(self, needed: int) -> int | None:
+        """What is free as soon as it is enough, or when what was deleted must have become free."""
+        while True:
+            free = self._free_bytes()
+            left = min(_LATE_SECONDS - self._deletions.idle_seconds, self._left_seconds)
+            if free is None or free >= needed or left <= 0:
+                return free
+            time.sleep(min(_PAUSE_SECONDS, left))
+
     def _wait_for_deletions(self) -> None:
         """Let what is queued be deleted, as far as it is in time."""
         paths, thread = self.purge_queue, self.purge_thread
@@ -126,9 +141,7 @@ class RoomCheck(Purging):
             f"Waiting for expired checkpoints to be deleted from {self.folder}: it is full."
         )
         with paths.all_tasks_done:
-            # The other ranks wait as long for this one.
-            limit_seconds = self.timeout_seconds / 2
-            paths.all_tasks_done.wait_for(lambda: not paths.unfinished_tasks, limit_seconds)
+            paths.all_tasks_done.wait_for(lambda: not paths.unfinished_tasks, self._left_seconds)
 
     def _older(self) -> Iterator[Kept]:
         """What the smallest retention would leave no place for, and what keeps it here."""

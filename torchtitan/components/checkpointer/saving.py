@@ -60,8 +60,12 @@ class SavingManager(BaseCheckpointManager):
             )
 
     @abstractmethod
-    def _prewarm(self, curr_step: int) -> None:
-        """What can be made for the first save while none is due; called after each such step."""
+    def _prewarm(self, asked: str) -> None:
+        """Make what can be made for the first save while none is due; called after each such step.
+
+        Args:
+            asked: begins the error that tells what failed.
+        """
 
     @abstractmethod
     def _settle(
@@ -92,7 +96,7 @@ class SavingManager(BaseCheckpointManager):
         if not self._should_save(curr_step, last_step):
             self._look_back()
             if not self.load_only:
-                self._prewarm(curr_step)
+                self._look_ahead(curr_step)
             return False
         sl.add_step_tag("checkpoint_save")
         due_at, limit_seconds = time.monotonic(), self.timeout_seconds
@@ -131,6 +135,17 @@ class SavingManager(BaseCheckpointManager):
         if ending is not None:
             raise ending
         return may_begin
+
+    def _look_ahead(self, curr_step: int) -> None:
+        asked = f"Preparing after step {curr_step} for saves into {self.folder}"
+        try:
+            with told_as_save_error(asked, self.timeout_seconds):
+                self._prewarm(asked)
+        except CheckpointSaveError as failure:
+            if not self._failed.goes_on or is_out_of_step(failure):
+                raise
+            # No save has failed yet; one that fails in this way counts.
+            logger.warning(f"{failure} It is tried again with the first save.")
 
     def _end_of_previous(self) -> CheckpointSaveError | None:
         """How the save in flight ended on this rank, once it has, or one that no save has settled since."""

@@ -56,7 +56,8 @@ class CheckpointSettings(Configurable.Config):
 
     keep_every: int = 0
     """Keep the checkpoints whose step is a multiple of this for ever, beside those of keep_latest_k;
-    0 keeps no more than these. A file named PIN in its directory keeps a single checkpoint."""
+    0 keeps no more than these. Without effect where keep_latest_k is 0, which keeps all. A file
+    named PIN in its directory keeps a single checkpoint."""
 
     on_save_failure: Literal["raise", "warn"] = "raise"
     """What to do when a save fails. raise: end the run at the next step. warn: say so, train on and

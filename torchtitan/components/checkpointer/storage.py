@@ -60,13 +60,42 @@ class MovingStorage(CheckpointStorage, Protocol):
         ...
 
 
+class Files(Protocol):
+    """What a deletion consists of, as the functions of ``tools/filesystem.py`` do it."""
+
+    def isfile(self, path: str, /) -> bool: ...
+
+    def rename(self, src: str, dst: str, /) -> None: ...
+
+    def remove_file(self, path: str, /) -> None: ...
+
+    def rmtree(self, path: str, /, *, last: str) -> None: ...
+
+
+def delete_in_order(files: Files, path: str, markers: Iterable[str]) -> None:
+    """Delete the checkpoint ``path`` so that whenever that is cut short, no complete one seems to be left.
+
+    The first of ``markers`` that is there becomes the file ``DELETED``, by which the rest is known for what
+    it is; the others go, then all else, and ``DELETED`` last.
+
+    Args:
+        markers: the files that make it complete, the commit record first.
+    """
+    tombstone = f"{path}/{DELETED}"
+    for marker in markers:
+        file = f"{path}/{marker}"
+        if files.isfile(tombstone) or not files.isfile(file):
+            files.remove_file(file)
+        else:
+            # Renamed and not written: a full disk is what deletions are mostly for.
+            files.rename(file, tombstone)
+    files.rmtree(path, last=DELETED)
+
+
 class FilesystemStorage:
     """``MovingStorage`` on a local path or any fsspec URI.
 
     A backend names the files that make a checkpoint complete in ``markers``, the commit record first.
-    A deletion begins with the first one of them that is there: it becomes the file ``DELETED``, the
-    others go, then the rest, and ``DELETED`` last. So whenever it is cut short, what is left does not
-    look complete, and is known for what it is.
     """
 
     markers: tuple[str, ...] = ()
@@ -87,15 +116,7 @@ class FilesystemStorage:
             # What it leads to lies in another folder and belongs to somebody else.
             filesystem.remove_file(path)
             return
-        tombstone = f"{path}/{DELETED}"
-        for marker in self.markers:
-            file = f"{path}/{marker}"
-            if filesystem.isfile(tombstone) or not filesystem.isfile(file):
-                filesystem.remove_file(file)
-            else:
-                # Renamed and not written: a full disk is what deletions are mostly for.
-                filesystem.rename(file, tombstone)
-        filesystem.rmtree(path, last=DELETED)
+        delete_in_order(filesystem, path, self.markers)
         # The local rmtree goes on past entries it cannot delete.
         if filesystem.exists(path):
             raise OSError(f"{path} could not be deleted completely; check its permissions")
@@ -118,8 +139,7 @@ class FilesystemStorage:
 
     def free_bytes(self, path: str) -> int | None:
         """How much may still be written around ``path``; None where nobody can tell."""
-        room = filesystem.room(path)
-        return None if room is None else room.free_bytes
+        return filesystem.free_bytes(path)
 
     def read_bytes(self, path: str) -> bytes:
         return filesystem.read_bytes(path)

@@ -33,7 +33,7 @@ from torchtitan.components.checkpointer.formats import TORCH_CHECKPOINTING
 from torchtitan.components.checkpointer.in_flight import saving, told_as_save_error, wait_for_saving
 from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
 from torchtitan.components.checkpointer.modes import AsyncMode
-from torchtitan.components.checkpointer.saving import is_out_of_step, SavingManager
+from torchtitan.components.checkpointer.saving import SavingManager
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     DATALOADER,
@@ -205,19 +205,10 @@ class TorchCheckpointingManager(SavingManager):
         weights = cast_for_export(items.values[MODEL], self.export_dtype)
         return Items({MODEL: weights}, items.digests)
 
-    def _prewarm(self, curr_step: int) -> None:
-        if self._prewarmed or not self._is_async:
-            return
-        self._prewarmed = True
-        asked = f"Preparing after step {curr_step} for saves into {self.folder}"
-        try:
-            with told_as_save_error(asked, self.timeout_seconds):
-                self._hand_over(asked, None, prepare=self._manager.prewarm_staging)
-        except CheckpointSaveError as failure:
-            if not self._failed.goes_on or is_out_of_step(failure):
-                raise
-            # No save has failed yet; one that fails in this way counts.
-            logger.warning(f"{failure} It is tried again with the first save.")
+    def _prewarm(self, asked: str) -> None:
+        if not self._prewarmed and self._is_async:
+            self._prewarmed = True
+            self._hand_over(asked, None, prepare=self._manager.prewarm_staging)
 
     def _hand_over(
         self,

@@ -1,7 +1,6 @@
 """A disk in memory that may die or fail before any change, and a run whose checkpoints lie on it.
 
-Every change is an operation. A deletion takes one for each file: what makes the checkpoint complete
-becomes the file that says that it does not count, then the rest goes, and that file last.
+Every change is an operation. A deletion takes one for each file, in the order of the real storages.
 """
 
 import functools
@@ -18,7 +17,7 @@ from torchtitan.components.checkpointer.integrity.manifest import (
     render,
 )
 from torchtitan.components.checkpointer.retention import purge_thread
-from torchtitan.components.checkpointer.storage import DELETED
+from torchtitan.components.checkpointer.storage import delete_in_order
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager
 
@@ -86,14 +85,22 @@ class FailingDisk:
     def remove(self, path: str) -> None:
         files = self.folders[path]
         assert not any(content is None for content in files.values()), f"{path} holds folders"
-        for marker in (MANIFEST, DONE):
-            if marker in files:
-                self.operate()
-                content = files.pop(marker)
-                files.setdefault(DELETED, content)
-        for name in sorted(files, key=lambda name: name == DELETED):
+        delete_in_order(self, path, (MANIFEST, DONE))
+
+    def rename(self, src: str, dst: str) -> None:
+        self.operate()
+        folder, _, name = src.rpartition("/")
+        self.folders[folder][dst.rpartition("/")[2]] = self.folders[folder].pop(name)
+
+    def remove_file(self, path: str) -> None:
+        if self.isfile(path):
             self.operate()
-            del files[name]
+            folder, _, name = path.rpartition("/")
+            del self.folders[folder][name]
+
+    def rmtree(self, path: str, *, last: str) -> None:
+        for name in sorted(self.folders[path], key=lambda name: name == last):
+            self.remove_file(f"{path}/{name}")
         self.operate()
         self._drop(path)
 

@@ -2,7 +2,8 @@
 
 import os
 import subprocess
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
@@ -149,6 +150,14 @@ def folder_of(*names: str, complete: bool = True) -> MemoryStorage:
         if complete:
             storage.add(f"/run/{name}/done", b"1")
     return storage
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    ends_at = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < ends_at
+        time.sleep(0.001)
 
 
 def without_parts(config: CheckpointManager.Config, **given: Any) -> CheckpointManager:

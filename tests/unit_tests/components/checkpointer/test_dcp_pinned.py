@@ -18,7 +18,13 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveTimeoutError,
 )
 from torchtitan.components.checkpointer.pinned import memory, stager
-from torchtitan.components.checkpointer.state import MODEL
+from torchtitan.components.checkpointer.state import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+)
 
 from tests.unit_tests.components.checkpointer.fakes import UnkillableProcess
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names
@@ -67,16 +73,34 @@ def test_each_save_but_the_last_looks_first_whether_it_can_be_staged(
     run.manager.close()
 
 
-def test_the_model_is_asked_once_for_each_save_and_nothing_of_it_is_kept(
+def test_each_object_is_asked_once_for_each_save_and_nothing_of_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = build_run(tmp_path, async_mode=PINNED, interval=1)
-    model, asked = run.manager.states[MODEL], []
-    state_dict = model.state_dict
-    monkeypatch.setattr(model, "state_dict", lambda: asked.append(1) or state_dict())
-    run.train(2)
+    asked: dict[str, MagicMock] = {}
+    for key, value in run.manager.states.items():
+        asked[key] = MagicMock(wraps=value.state_dict)
+        monkeypatch.setattr(value, "state_dict", asked[key])
+    with patch.object(dcp_pinned.dcp, "async_save", wraps=dcp_pinned.dcp.async_save) as saved:
+        run.train(2)
+    # torch would ask each tensor at length whether it has a state of its own.
+    assert [call.args for call in saved.call_args_list] == [({},), ({},)]
+    assert {key: state_dict.call_count for key, state_dict in asked.items()} == dict.fromkeys(
+        (MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE), 2
+    )
     session = run.manager._pinned
-    assert len(asked) == 2 and session is not None and not session.prepared
+    assert session is not None and not session.prepared
+    run.manager.close()
+
+
+def test_what_fails_ahead_of_the_first_save_ends_no_run_that_goes_on(
+    made: MagicMock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made.prewarm.side_effect = OSError(12, "Cannot allocate memory")
+    run = build_run(tmp_path, async_mode=PINNED, interval=3, on_save_failure="warn")
+    run.train(3)
+    assert caplog.text.count("It is tried again with the first save.") == 1
+    made.prepare.assert_called_once()
     run.manager.close()
 
 
@@ -216,7 +240,7 @@ def test_a_state_that_could_not_be_taken_once_fails_the_save_that_was_prepared_w
     ):
         for is_good in (False, True):
             assert session.settle(None, take) is settled
-            session.async_save({"row": 3}, DurableFileSystemWriter("/run/step-1"), "/run/step-1")
+            session.async_save(DurableFileSystemWriter("/run/step-1"), "/run/step-1")
             assert (writers[-1]._refusal is None) == is_good
     with pytest.raises(ValueError, match="no such row"):
         writers[0].prepare_local_plan(MagicMock())

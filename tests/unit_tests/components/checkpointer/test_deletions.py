@@ -11,7 +11,12 @@ import torch.distributed
 from torchtitan.components.checkpointer.deletions import Deletions, PIN
 from torchtitan.components.checkpointer.retention import purge_thread
 
-from tests.unit_tests.components.checkpointer.fakes import BareManager, folder_of, MemoryStorage
+from tests.unit_tests.components.checkpointer.fakes import (
+    BareManager,
+    folder_of,
+    MemoryStorage,
+    wait_until,
+)
 
 STEPS = "/run/step-1", "/run/step-2", "/run/step-3"
 
@@ -78,12 +83,12 @@ def test_a_load_waits_for_the_deletion_that_has_begun_and_what_is_queued_stays()
 
     loading = threading.Thread(target=load)
     loading.start()
+    wait_until(lambda: deletions.waiting == {STEPS[0]})
+    assert seen == []
     storage.let_go.set()
     loading.join(30)
     end()
-    # The load may come before the second one begins or after it has; half of one it never sees.
-    assert seen[0] in (["step-2", "step-3"], ["step-3"])
-    assert sorted(storage.listdir("/run")) == seen[0]
+    assert seen == [["step-2", "step-3"]] and sorted(storage.listdir("/run")) == seen[0]
     assert deletions.waiting == frozenset()
 
 
@@ -138,6 +143,21 @@ def manager_of(storage: MemoryStorage, keep: int = 2) -> BareManager:
     )
 
 
+def test_a_save_waits_for_all_deletions_together_half_as_long_as_the_other_ranks_wait() -> None:
+    storage = folder_of("step-1")
+    storage.add("/run/step-1/manifest.json", b"1")
+    manager, limits = manager_of(storage), list[float]()
+    manager.timeout_seconds = 100
+
+    def withdraw(path: str, limit_seconds: float) -> bool:
+        limits.append(limit_seconds)
+        return False
+
+    with patch.object(manager._deletions, "withdraw", withdraw):
+        save(manager, storage, 1)
+    assert len(limits) == 2 and 50 >= limits[0] > limits[1] > 0
+
+
 def save(manager: BareManager, storage: MemoryStorage, step: int) -> list[str]:
     """What is tried to delete around a save of ``step``."""
     storage.calls.clear()
@@ -164,3 +184,21 @@ def test_what_cannot_be_deleted_is_tried_again_less_and_less_often_and_others_go
     for step in range(24, 36):
         save(manager, storage, step)
     assert sorted(storage.listdir("/run")) == ["step-34", "step-35"]
+
+
+def test_where_all_is_kept_what_an_earlier_run_had_not_deleted_is_looked_for_until_it_is_gone() -> (
+    None
+):
+    storage = folder_of("step-1", "step-2")
+    storage.add("/run/step-2/manifest.deleted", b"1")
+    storage.undeletable.add("/run/step-2")
+    manager = manager_of(storage, keep=0)
+    save(manager, storage, 3)
+    storage.undeletable.clear()
+    for step in (4, 5):
+        assert storage.isdir("/run/step-2")
+        save(manager, storage, step)
+    assert not storage.isdir("/run/step-2")
+    with patch.object(storage, "isfile", side_effect=storage.isfile) as asked:
+        save(manager, storage, 6)
+    assert not [call for call in asked.call_args_list if "step-1/" in call.args[0]]

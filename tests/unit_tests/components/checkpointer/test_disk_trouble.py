@@ -10,6 +10,7 @@ import pytest
 from torchtitan.components.checkpointer.disk_trouble import mib, told_in_words
 from torchtitan.components.checkpointer.errors import cause_of
 from torchtitan.components.checkpointer.in_flight import save_error
+from torchtitan.components.checkpointer.storage import FilesystemStorage
 from torchtitan.tools import filesystem
 
 Stats = namedtuple("Stats", "f_frsize f_bsize f_blocks f_bavail f_files f_favail")
@@ -75,6 +76,14 @@ def test_the_room_of_a_folder_that_is_not_there_yet_is_that_of_the_disk_it_will_
 def test_a_disk_that_says_nothing_but_zeros_has_an_unknown_room(tmp_path: Path) -> None:
     with patch.object(os, "statvfs", return_value=Stats(4096, 4096, 0, 0, 0, 0)):
         assert filesystem.room(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("num_files, free", [(0, None), (100, 0)])
+def test_a_disk_that_is_full_and_counts_no_files_may_not_count_at_all(
+    tmp_path: Path, num_files: int, free: int | None
+) -> None:
+    with patch.object(os, "statvfs", return_value=Stats(4096, 4096, 2**20, 0, num_files, 0)):
+        assert FilesystemStorage().free_bytes(str(tmp_path)) == free
 
 
 def test_sizes_are_told_in_a_unit_that_can_be_read() -> None:

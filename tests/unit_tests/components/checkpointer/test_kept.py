@@ -15,6 +15,7 @@ from torchtitan.components.checkpointer.deletions import PIN
 from torchtitan.components.checkpointer.storage import DELETED
 from torchtitan.tools import signals
 
+from tests.unit_tests.components.checkpointer.fakes import wait_until
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
 from tests.unit_tests.components.checkpointer.ways import DISABLED, over, TC_WAITING, Way
 
@@ -186,14 +187,23 @@ def test_what_is_queued_at_the_end_is_gone_after_it(tmp_path: Path, way: Way) ->
 @of_each_manager
 def test_a_load_in_the_middle_of_a_run_finds_what_was_queued(tmp_path: Path, way: Way) -> None:
     run = build_run(tmp_path, keep_latest_k=2, **way.settings)
+    deletions = run.manager._deletions
     with stopping_in_deletions(run) as (reached, let_go):
         run.train(5)
         assert reached.wait(60)  # at step-1; step-2 and step-3 are queued
-        let_go.set()
-        assert run.manager.load(4)
-        left = set(names(tmp_path))
+
+        def let_go_in_the_load() -> None:
+            try:
+                wait_until(lambda: len(deletions.waiting) == 1)
+            finally:
+                let_go.set()
+
+        letting_go = threading.Thread(target=let_go_in_the_load)
+        letting_go.start()
+        assert run.manager.load(3) and run.step == 3
+        letting_go.join(60)
         run.manager.close()
-    assert {"step-4", "step-5"} <= left and set(names(tmp_path)) == left
+    assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-5"]
 
 
 def delete_and_end(run: Run, path: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.checkpointer import purging, room_check
+from torchtitan.components.checkpointer import housekeeping, purging, room_check
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.components.checkpointer.retention import purge_thread
 from torchtitan.components.checkpointer.state import MODEL, ModelWrapper
@@ -153,6 +153,41 @@ def test_a_deletion_that_takes_too_long_is_not_waited_for_to_its_end() -> None:
         assert "was not begun" in refused(manager)
 
 
+class LateDisk(Disk):
+    """Tells of the room that a deletion gave when it is asked for the third time after that."""
+
+    def remove(self, path: str) -> None:
+        super().remove(path)
+        self.free -= MIB
+        self.num_asked = 0
+
+    def free_bytes(self, path: str) -> int:
+        self.num_asked = getattr(self, "num_asked", 0) + 1
+        return self.free + 2 * MIB * (self.num_asked > 2)
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_a_disk_that_frees_late_is_asked_again_for_a_while_after_a_deletion(
+    is_in_time: bool,
+) -> None:
+    disk = LateDisk(free=MIB)
+    disk.entries = folder_of("step-10", "step-20").entries
+    manager = manager_of(disk, keep=2)
+    manager._start_purging()
+    with (
+        patch.object(room_check, "_PAUSE_SECONDS", 0),
+        patch.object(room_check, "_LATE_SECONDS", 30 if is_in_time else 0),
+    ):
+        assert (refused(manager) == NOTHING) is is_in_time
+    manager._end_purging()
+
+
+def test_where_nothing_was_deleted_nothing_is_waited_for() -> None:
+    with patch.object(room_check.time, "sleep") as slept:
+        assert "was not begun" in refused(manager_of(disk_of("step-10", free=MIB), keep=2))
+    slept.assert_not_called()
+
+
 def test_a_storage_that_does_not_tell_how_much_is_free_is_tried() -> None:
     assert refused(manager_of(folder_of("step-10"))) == NOTHING
     disk = disk_of("step-10", free=0)
@@ -286,6 +321,21 @@ def test_with_ample_room_the_tensors_are_counted_once() -> None:
         assert counted.call_count == 2
         disk.free = MIB
         assert "it takes 2.0 MiB" in refused(manager, 70)
+
+
+def test_only_the_rank_that_sweeps_remembers_what_to_sweep() -> None:
+    other = manager_of(folder_of("step-1"))
+    with patch.object(housekeeping, "rank_zero_decides", return_value=[]):
+        other._make_ready("/run/step-2", None, with_retention=True)
+    assert not other._begun
+
+
+def test_the_size_of_a_save_is_taken_from_the_newest_that_is_complete() -> None:
+    disk = disk_of("step-9", "step-10", free=20 * MIB)
+    manager = manager_of(disk, _begun=frozenset({"/run/step-9", "/run/step-10"}))
+    with patch.object(manager, "_size_of_full", return_value=MIB) as measured:
+        assert refused(manager) == NOTHING
+    measured.assert_called_once_with("/run/step-10")
 
 
 class Average:

@@ -200,7 +200,7 @@ class SharedMemoryStager:
         self._snapshot = None  # the state will be another one when it is saved
 
     def stage(self, state_dict: Mapping[str, Any]) -> "Future[Staged]":
-        """Begin to copy what was prepared, which is handed over here once more. On all ranks alike.
+        """Begin to copy what was prepared, whatever is handed over here. On all ranks alike.
 
         The future ends when every tensor may change again.
         """

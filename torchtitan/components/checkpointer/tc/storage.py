@@ -190,8 +190,7 @@ class BackendCheckpointStorage:
 
     def free_bytes(self, path: str) -> int | None:
         """How much may still be written around ``path``; None where nobody can tell."""
-        room = filesystem.room(path) if self.renames else None
-        return None if room is None else room.free_bytes
+        return filesystem.free_bytes(path) if self.renames else None
 
     def read_bytes(self, path: str) -> bytes:
         return self._storage.read(Path(path))
