@@ -53,6 +53,12 @@ def own_group(timeout_seconds: float) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, group)
 
 
+def renewed(group: "dist.ProcessGroup | None", timeout_seconds: float) -> dist.ProcessGroup:
+    """Another ``own_group`` in the place of ``group``, which nobody uses any more. Collective."""
+    dist.destroy_process_group(group)
+    return own_group(timeout_seconds)
+
+
 def gather(value: T, group: "dist.ProcessGroup | None" = None) -> list[T]:
     """The ``value`` of every rank, in rank order; just this one without a process group."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:

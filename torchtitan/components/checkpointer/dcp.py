@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.components.checkpointer import dcp_index
-from torchtitan.components.checkpointer.agreement import own_group
+from torchtitan.components.checkpointer.agreement import own_group, renewed
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp_entry import enter, taken
 from torchtitan.components.checkpointer.dcp_pinned import PinnedSession
@@ -286,6 +286,9 @@ class CheckpointManager(SavingManager):
             return verdict, None
         if self.async_mode is AsyncMode.ASYNC:
             earlier = agree(earlier, self._settling_group)
+            if type(earlier) is CheckpointSaveError and self._settling_group is not self.pg:
+                # It is over on all ranks; one that gave up there has closed it for all of them.
+                self.pg = renewed(self.pg, self.timeout_seconds)
         # Without either, no save is ever in flight, and DCP has told all ranks of what failed.
         return Verdict(earlier, can_stage=self._is_async), None
 

@@ -55,9 +55,17 @@ def await_staging(
 
 
 def await_save(
-    future: "Future[Any]", mode: AsyncMode, report: SaveReport | None, limit_seconds: float
+    future: "Future[Any]",
+    mode: AsyncMode,
+    report: SaveReport | None,
+    limit_seconds: float,
+    *,
+    bears_late: bool = False,
 ) -> None:
     """Block until the save is durable and was reported.
+
+    Args:
+        bears_late: the ranks will tell each other on which of them it may still be running.
 
     Raises:
         CheckpointSaveError: it failed, or was not done after ``limit_seconds``.
@@ -73,9 +81,12 @@ def await_save(
             raise
         folder = report.path.rpartition("/")[0]
         failure = save_error(saving(report.step, report.path), error, limit_seconds, folder)
-        if mode is AsyncMode.ASYNC_WITH_PINNED_MEM and future.done():
-            # The writer process is replaced, so nothing of the late save is left.
-            failure = CheckpointSaveError(str(failure))
+        if isinstance(failure, CheckpointSaveTimeoutError) and future.done():
+            # Nothing of the late save is left on this rank if the writer process is replaced, or if
+            # this is what its thread has ended with.
+            is_replaced = mode is AsyncMode.ASYNC_WITH_PINNED_MEM
+            if is_replaced or bears_late and future.exception() is error:
+                failure = CheckpointSaveError(str(failure))
         raise failure from error
     finally:
         if report is not None and future.done():
@@ -106,7 +117,7 @@ def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
     limit_seconds = 0 if manager._gave_up else manager.timeout_seconds
     manager._gave_up = False
     try:
-        await_save(future, mode, manager._report, limit_seconds)
+        await_save(future, mode, manager._report, limit_seconds, bears_late=manager._failed.goes_on)
     except CheckpointSaveTimeoutError:
         # It may still be running: the next save must not begin, and close() need not wait again.
         manager.save_future, manager._gave_up = future, True

@@ -225,6 +225,46 @@ def test_nothing_begins_beside_a_save_that_was_given_up_and_may_be_good_in_the_e
     assert "Failed in a row: 3" not in caplog.text
 
 
+@over(ASYNC)
+def test_a_save_that_has_ended_late_is_over_and_the_next_one_is_made(
+    tmp_path: Path, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    steering = Steering(way)
+    run = build_run(tmp_path, interval=3, on_save_failure="warn", **steering.settings)
+
+    def wait_in_vain() -> None:
+        raise RuntimeError("Timed out waiting 600000ms for recv operation to complete")
+
+    steering.set(BEFORE_DATA, wait_in_vain)
+    run.train(3)
+    await_end_of_save(run.manager)
+    steering.stop()
+    with patch.object(in_flight, "await_save", wraps=in_flight.await_save) as waited:
+        run.train(6)
+    waited.assert_called_once()
+    run.manager.close()
+    assert caplog.text.count("Failed in a row: 1") == caplog.text.count("was given up") == 1
+    assert way.complete(tmp_path) == ["step-6"]
+
+
+@over(TC)
+def test_nothing_is_prepared_beside_a_save_that_was_given_up(
+    tmp_path: Path, way: Way, trouble: Trouble
+) -> None:
+    run = build_run(tmp_path, on_save_failure="warn", **trouble.settings)
+    run.train(1)
+    await_end_of_save(run.manager)
+    good, run.manager.save_future = run.manager.save_future, Future()
+    with (
+        patch.object(in_flight, "result_within", side_effect=WaitExpiredError("not done")),
+        patch.object(run.manager._stager, "prepare") as prepare,
+    ):
+        run.train(2)
+    prepare.assert_not_called()
+    run.manager.save_future = good
+    run.manager.close()
+
+
 @over(*BACKGROUND)
 def test_a_save_that_is_never_over_ends_a_run_that_goes_on_in_the_end(
     tmp_path: Path, way: Way, trouble: Trouble

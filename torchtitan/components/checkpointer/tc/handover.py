@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.endings import agreed_failure, Ending, ending_of, Verdict
-from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.components.checkpointer.errors import (
+    CheckpointSaveError,
+    CheckpointSaveTimeoutError,
+)
 from torchtitan.components.checkpointer.pinned.settling import Report, report_of, settle, Stager
 from torchtitan.components.checkpointer.tc.library import Backend
 from torchtitan.components.checkpointer.tc.payload import Items, repeated
@@ -65,6 +68,8 @@ def hand_over(
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     items, is_known, failure = _looked_at(take, backend, rank)
+    if isinstance(earlier, CheckpointSaveTimeoutError):
+        prepare = None  # nothing begins beside it, and what is prepared keeps tensors alive
 
     def report() -> Report | None:
         if stager is None:
