@@ -138,6 +138,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
             self._start_purging()
 
     def __del__(self) -> None:
+        self._is_forgotten = True
         try:
             self.close()
         except Exception as error:

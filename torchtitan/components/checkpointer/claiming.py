@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.agreement import gather, rank_zero_decid
 from torchtitan.components.checkpointer.folder_view import FolderView
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.lock_holder import Fate, Holder
-from torchtitan.components.checkpointer.run_lock import hold, holder_of, RunLock
+from torchtitan.components.checkpointer.run_lock import hold, holder_of, RunLock, Silence
 from torchtitan.components.checkpointer.waiting import within
 from torchtitan.tools.logging import logger
 
@@ -41,8 +41,20 @@ class Claiming(FolderView):
     _is_claimed: bool = False
     """The same on all ranks; also where the disk has refused the lock, which is told once."""
 
+    _is_forgotten: bool = False
+    """It is closed by the garbage collector, which may be in the middle of anything."""
+
     _lock: RunLock | None = None
     """Of rank 0."""
+
+    _verdicts: Mapping[str, Fate] = MappingProxyType({})
+    _silence: Silence | None = None
+    """What was found out about the last holder, for as long as the disk refuses the lock."""
+
+    @property
+    def _look_seconds(self) -> float:
+        """How long a look at the lock may take; the other ranks wait meanwhile, for all of the limit."""
+        return self.timeout_seconds / 4
 
     @property
     def _may_claim(self) -> bool:
@@ -68,11 +80,10 @@ class Claiming(FolderView):
             fates = [] if other is None else gather(other.fate())
             # Those on its machine know; of the others each says that it runs elsewhere.
             known = [fate for fate in fates if fate is not Fate.ELSEWHERE]
-            verdicts = {other.run_id: known[0]} if other is not None and known else {}
+            self._verdicts = {other.run_id: known[0]} if other is not None and known else {}
+            self._silence = Silence(self.lock_timeout_seconds)
 
-            self._is_claimed = rank_zero_decides(
-                lambda: self._take_lock(verdicts, is_to_be_made=to_save)
-            )
+            self._is_claimed = rank_zero_decides(lambda: self._take_lock(is_to_be_made=to_save))
 
     def _holder_elsewhere(self) -> Holder | None:
         try:
@@ -81,25 +92,23 @@ class Claiming(FolderView):
             return None  # which is told when the lock is to be taken
         return holder if holder is not None and holder.fate() is Fate.ELSEWHERE else None
 
-    def _take_lock(
-        self,
-        verdicts: Mapping[str, Fate] = MappingProxyType({}),
-        *,
-        is_to_be_made: bool = True,
-        may_wait: bool = True,
-    ) -> bool:
+    def _take_lock(self, *, is_to_be_made: bool = True, may_wait: bool = True) -> bool:
         """Whether this is settled, be it without a lock because the disk refuses one."""
+        if self._lock is not None:
+            return True  # kept for what was still writing
         try:
             if not is_to_be_made and not self._storage.isdir(self.folder):
                 return False
             self._lock = hold(
                 self.folder,
                 timeout_seconds=self.lock_timeout_seconds,
-                verdicts=verdicts,
+                verdicts=self._verdicts,
+                silence=self._silence,
                 may_wait=may_wait,
             )
         except OSError as error:
-            if not self._is_claimed:
+            # Of the last kind is one that somebody else may have.
+            if not self._is_claimed or isinstance(error, TimeoutError):
                 logger.warning(
                     f"{self.folder} could not be locked: {error}. The run goes on without; before each save "
                     "it is tried again, and until then nothing stops another run in this folder."
@@ -111,16 +120,24 @@ class Claiming(FolderView):
 
         Raises:
             CheckpointInUseError: one has.
+            TimeoutError: the disk does not answer.
         """
         if self._lock is not None:
-            self._lock.require()
+            self._lock.require(self._look_seconds)
         elif self._is_claimed:
             # The other ranks are waiting, so not for a run that may be dead.
             self._take_lock(may_wait=False)
 
     def _has_lost_folder(self) -> bool:
-        """Whether another run has the folder now, as rank 0 sees it."""
-        return self._lock is not None and self._lock.is_lost_by_now()
+        """Whether another run has the folder now, as rank 0 sees it; also where the disk does not say."""
+        if self._lock is None:
+            return False
+        if self._gave_up or self._is_forgotten:
+            return self._lock.is_lost
+        try:
+            return self._lock.is_lost_by_now(self._look_seconds)
+        except TimeoutError:
+            return True
 
     def _note_start(self) -> None:
         """Let the lock tell what the run goes on from."""
@@ -129,11 +146,12 @@ class Claiming(FolderView):
 
     def _release_claim(self) -> None:
         """Give the folder back, unless something of this run may still write there or delete."""
+        self._is_claimed = False
         lock = self._lock
         if lock is None:
             return
         is_deleting = self.purge_thread is not None and self.purge_thread.is_alive()
         if self._gave_up or is_deleting or self.save_future is not None:
             return  # the end of the process gives it back
-        self._lock, self._is_claimed = None, False
-        lock.release()
+        self._lock = None
+        lock.release(0 if self._is_forgotten else self._look_seconds)

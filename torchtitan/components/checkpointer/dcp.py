@@ -221,6 +221,8 @@ class CheckpointManager(SavingManager):
             stager = self._copying_stager = self._copying_stager or CopyingStager()
         head = self._head_of(state_dict, checkpoint_id)
         writer = DurableFileSystemWriter(checkpoint_id, stager=stager, head=head)
+        if self._lock is not None and async_mode is not AsyncMode.ASYNC_WITH_PINNED_MEM:
+            writer.commit_only_if(self._lock.require_ours)
         if refusal is not None:
             writer.refuse(refusal)
         result: Future[Any] | AsyncSaveResponse | None = None

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from torchtitan.components.checkpointer.storage import CheckpointStorage
@@ -41,6 +41,9 @@ class Deletions:
         self._cycle = 0
         self._failures: Counter[str] = Counter()
         self._next_try: dict[str, int] = {}
+        self.is_ours: Callable[[], bool] = lambda: True
+        """Whether the folder still is this run's."""
+
         self._ended_at = -math.inf
 
     def begin_cycle(self) -> None:
@@ -77,6 +80,8 @@ class Deletions:
                 return
             self._current = path
         try:
+            if not self.is_ours():
+                return  # another run may go on from it by now
             if is_pinned(self._storage, path):
                 logger.info(f"Kept {path}: a file {PIN} was put there before its turn came.")
             else:

@@ -229,6 +229,8 @@ class Housekeeping(Claiming, RoomCheck):
         except CheckpointInUseError:
             self._leave_to_others()
             raise
+        if self._lock is not None:
+            self._deletions.is_ours = self._lock.is_ours
 
     def _leave_to_others(self) -> None:
         """Delete nothing more: what was to go may be what another run goes on from by now."""

@@ -173,12 +173,11 @@ def told_as_save_error(
     """
     try:
         yield
-    except CheckpointSaveError as failure:
+    except (CheckpointSaveError, CheckpointInUseError) as failure:
+        # As it is where the folder is in use: no save has failed then, there must be none.
         if earlier not in (None, failure, failure.__cause__):
             failure.add_note(f"Before that: {earlier}")
         raise
-    except CheckpointInUseError:
-        raise  # no save has failed: there must be none
     except FAILURES as error:
         failure = save_error(asked, error, limit_seconds, folder)
         if earlier is not None:

@@ -39,8 +39,6 @@ class Seen:
 class LockFile(Protocol):
     """What a lock asks of the storage that it lies on. All raise OSError when it does not answer."""
 
-    is_atomic: bool
-
     def read(self) -> Seen | None:
         """What is there now, whosever it is."""
         ...
@@ -64,8 +62,6 @@ class LockFile(Protocol):
 
 class LocalLockFile:
     """On a disk, of this machine or of several."""
-
-    is_atomic = True
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -198,8 +194,6 @@ class LocalLockFile:
 
 class RemoteLockFile:
     """On a storage of fsspec, where two that come within a second may both believe to be alone."""
-
-    is_atomic = False
 
     def __init__(self, path: str) -> None:
         self.path = path

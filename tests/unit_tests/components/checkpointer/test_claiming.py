@@ -1,24 +1,37 @@
 """A run claims its folder before it loads from it or saves into it, and gives it back when it is done."""
 
+import errno
 import os
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torchtitan.components.checkpointer import claiming
-from torchtitan.components.checkpointer.errors import CheckpointInUseError
+from torchtitan.components.checkpointer import claiming, run_lock
+from torchtitan.components.checkpointer.dcp_index import MARKER
+from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
+from torchtitan.components.checkpointer.errors import CheckpointInUseError, CheckpointSaveError
+from torchtitan.components.checkpointer.in_flight import told_as_save_error
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
+from torchtitan.components.checkpointer.lock_file import LocalLockFile
 from torchtitan.components.checkpointer.run_lock import hold, RUN_LOCK
 from torchtitan.components.checkpointer.storage import FilesystemStorage
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager, MemoryStorage
-from tests.unit_tests.components.checkpointer.locks import elsewhere, ended, leave, living
+from tests.unit_tests.components.checkpointer.locks import (
+    elsewhere,
+    ended,
+    leave,
+    living,
+    stopped_clock,
+)
 from tests.unit_tests.components.checkpointer.runs import build_run, Run
-from tests.unit_tests.components.checkpointer.ways import DISABLED, over, TC_WAITING, Way
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC_WAITING, Way
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 BOTH = over(DISABLED, TC_WAITING)
@@ -208,3 +221,156 @@ def test_several_managers_of_one_process_have_the_folder_together(tmp_path: Path
     assert (tmp_path / RUN_LOCK).exists()
     second._release_claim()
     hold(str(tmp_path), timeout_seconds=300).release()
+
+
+def test_what_the_disk_has_refused_is_tried_again_with_what_is_known_of_the_last_run(
+    tmp_path: Path,
+) -> None:
+    leave(tmp_path, elsewhere())
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with stopped_clock() as clock, patch.object(claiming, "logger") as logger:
+        with patch.object(LocalLockFile, "take_over", side_effect=full):
+            manager = claimed(tmp_path)
+            waited = sum(clock.slept)
+            manager._require_claim()
+        manager._require_claim()
+        assert sum(clock.slept) == waited == pytest.approx(300, abs=0.1)
+    assert len(logger.warning.call_args_list) == 1
+    assert manager._lock is not None
+    manager._release_claim()
+    assert os.listdir(tmp_path) == []
+
+
+class HangingFile(LocalLockFile):
+    """On a disk that does not answer once something is written into it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.hangs, self.answers = threading.Event(), threading.Event()
+
+    def write(self, content: bytes) -> None:
+        self.hangs.set()
+        assert self.answers.wait(60)
+        super().write(content)
+
+
+def ends_in_time(action: Callable[[], Any]) -> bool:
+    def act() -> None:
+        with suppress(TimeoutError):
+            action()
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for_longer_than_the_limit(
+    tmp_path: Path,
+) -> None:
+    file = HangingFile(str(tmp_path / RUN_LOCK))
+    with patch.object(run_lock, "lock_file", return_value=file):
+        manager = claimed(
+            tmp_path,
+            lock_timeout_seconds=0.05,
+            timeout_seconds=0.4,
+            purge_queue=queue.Queue(),
+            _loaded_step=7,
+        )
+    lock = manager._lock
+    assert lock is not None and file.hangs.wait(20)
+    try:
+        assert ends_in_time(manager._note_start)
+        assert ends_in_time(manager._require_claim)
+        manager._gave_up = True
+        with patch.object(lock, "is_lost_by_now", side_effect=AssertionError("nobody looks")):
+            manager._stop_purging()
+        manager._gave_up = False
+        assert ends_in_time(manager._stop_purging)
+        assert ends_in_time(manager._release_claim)
+    finally:
+        file.answers.set()
+    lock._thread.join(20)
+    assert not lock._thread.is_alive() and os.listdir(tmp_path) == []
+
+
+def test_a_manager_may_die_in_the_middle_of_whatever_else_is_done_with_locks(
+    tmp_path: Path,
+) -> None:
+    manager, other = claimed(tmp_path / "a"), claimed(tmp_path / "b")
+    assert manager._lock is not None
+    manager._close = manager._stop_purging  # as a back end does
+
+    def die() -> None:
+        with run_lock._registry_lock:
+            manager.__del__()
+
+    assert ends_in_time(die)
+    hold(str(tmp_path / "a"), timeout_seconds=300).release()
+    assert os.listdir(tmp_path / "a") == []
+    other._release_claim()
+
+
+def test_what_is_queued_is_not_deleted_once_the_folder_is_lost(tmp_path: Path) -> None:
+    manager = claimed(tmp_path, purge_queue=queue.Queue(), _loaded_step=None)
+    manager._require_claim()
+    for name in ("step-1", "step-2"):
+        (tmp_path / name).mkdir()
+        manager._delete_beside_training(str(tmp_path / name))
+    manager._deletions.delete(str(tmp_path / "step-1"))
+    leave(tmp_path, elsewhere())
+    # No save has begun since: the thread that deletes looks for itself.
+    manager._deletions.delete(str(tmp_path / "step-2"))
+    assert sorted(os.listdir(tmp_path)) == [RUN_LOCK, "step-2"]
+    assert manager._deletions.waiting == frozenset()
+    manager._release_claim()
+
+
+def test_after_it_was_given_back_every_rank_claims_anew(tmp_path: Path) -> None:
+    holding, other_rank = claimed(tmp_path), claimed(tmp_path)
+    other_rank._lock, lock = None, other_rank._lock
+    assert lock is not None
+    lock.release()
+    for manager in (holding, other_rank):
+        assert not manager._may_claim
+        manager._release_claim()
+        assert manager._may_claim
+
+
+def test_what_is_kept_for_a_save_that_still_writes_is_held_once(tmp_path: Path) -> None:
+    manager = claimed(tmp_path, _gave_up=True)
+    manager._release_claim()
+    assert manager._may_claim
+    manager._claim_folder(to_save=True)
+    manager._gave_up = False
+    manager._release_claim()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_save_that_is_refused_tells_of_the_failure_before_it() -> None:
+    earlier = CheckpointSaveError("step 3 is lost")
+    with pytest.raises(CheckpointInUseError) as caught:
+        with told_as_save_error("Saving", 1, earlier):
+            raise CheckpointInUseError("another run")
+    assert caught.value.__notes__ == ["Before that: step 3 is lost"]
+
+
+@over(DISABLED, ASYNC)
+def test_a_save_that_the_folder_was_lost_during_does_not_become_a_checkpoint(
+    tmp_path: Path, way: Way, built: list[Run]
+) -> None:
+    run = start(tmp_path, way, built)
+    write_data = DurableFileSystemWriter.write_data
+
+    def lose(writer: DurableFileSystemWriter, plan: Any, planner: Any) -> Any:
+        leave(tmp_path / "checkpoint", elsewhere())
+        return write_data(writer, plan, planner)
+
+    def save() -> None:
+        run.train(1)
+        run.manager.maybe_wait_for_saving()
+
+    with patch.object(DurableFileSystemWriter, "write_data", lose):
+        with pytest.raises(CheckpointSaveError, match="CheckpointInUseError"):
+            save()
+    assert MARKER not in os.listdir(tmp_path / "checkpoint/step-1")

@@ -154,9 +154,77 @@ def test_what_a_rank_on_its_machine_says_of_a_run_is_not_waited_for(
 
 def test_nobody_is_waited_for_where_the_other_ranks_wait(tmp_path: Path) -> None:
     leave(tmp_path, elsewhere())
-    with stopped_clock() as clock:
-        assert "which may be alive" in refusal(tmp_path, may_wait=False)
+    with stopped_clock() as clock, pytest.raises(TimeoutError, match="takes more silence"):
+        hold(str(tmp_path), timeout_seconds=DAYS, may_wait=False)
     assert clock.slept == []
+
+
+def test_what_an_earlier_try_has_seen_counts_in_the_next_one(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    silence = Silence(300)
+    leave(tmp_path, elsewhere())
+    with stopped_clock() as clock, patch.object(LocalLockFile, "take_over", side_effect=full):
+        with pytest.raises(OSError, match="No space"):
+            hold(str(tmp_path), timeout_seconds=300, silence=silence)
+        assert sum(clock.slept) == pytest.approx(300, abs=0.1)
+    options: dict[str, Any] = {"timeout_seconds": 300, "silence": silence, "may_wait": False}
+    with stopped_clock() as clock:
+        clock.now += 1000
+        lock = hold(str(tmp_path), **options)
+        assert clock.slept == [] and holder_in(tmp_path) == lock.holder
+    lock.release()
+    # Somebody who has come since is alive.
+    leave(tmp_path, elsewhere())
+    with stopped_clock():
+        assert "which is alive" in refusal(tmp_path, **options)
+
+
+def test_one_that_comes_where_there_was_none_is_alive(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    silence = Silence(DAYS)
+    with patch.object(LocalLockFile, "create", side_effect=full):
+        with pytest.raises(OSError, match="No space"):
+            hold(str(tmp_path), timeout_seconds=DAYS, silence=silence)
+    leave(tmp_path, elsewhere())
+    assert "which is alive" in refusal(tmp_path, silence=silence, may_wait=False)
+
+
+def test_a_name_that_is_neither_there_nor_free_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / RUN_LOCK).symlink_to(tmp_path / "nowhere")
+    with stopped_clock() as clock:
+        clock.on_sleep = lambda: setattr(clock, "now", clock.now + 10)
+        with pytest.raises(TimeoutError, match="cannot be made"):
+            hold(str(tmp_path), timeout_seconds=300)
+    assert 50 < len(clock.slept) < 70
+    with pytest.raises(TimeoutError, match="cannot be made"):
+        hold(str(tmp_path), timeout_seconds=300, may_wait=False)
+    assert os.listdir(tmp_path) == [RUN_LOCK]
+
+
+def test_a_lock_is_given_back_while_another_one_is_waited_for(tmp_path: Path) -> None:
+    mine = hold(str(tmp_path / "mine"), timeout_seconds=DAYS)
+    leave(tmp_path / "other", elsewhere())
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def wait(seconds: float) -> None:
+        waits.set()
+        goes_on.wait(20)
+
+    with patch.object(run_lock.time, "sleep", wait):
+        arguments: dict[str, Any] = {"timeout_seconds": 0.01}
+        waiting = threading.Thread(
+            target=hold, args=[str(tmp_path / "other")], kwargs=arguments, daemon=True
+        )
+        waiting.start()
+        assert waits.wait(20)
+        giving = threading.Thread(target=mine.release, daemon=True)
+        giving.start()
+        giving.join(5)
+        is_over = not giving.is_alive()
+        goes_on.set()
+        waiting.join(20)
+    assert is_over and os.listdir(tmp_path / "mine") == []
+    run_lock._held[str(tmp_path / "other")].release()
 
 
 def test_silence_is_measured_from_the_first_look_and_ends_with_any_change() -> None:
@@ -192,7 +260,7 @@ def test_a_lock_that_was_taken_over_is_told_at_once_and_refuses_the_next_save(
     lock = hold(str(tmp_path), timeout_seconds=DAYS)
     other = elsewhere()
     path = leave(tmp_path, other)
-    lock._look(is_beat=True)
+    lock._look()
     [line] = said
     assert line.startswith(
         f"error: {other} has taken over {path} from this run, process {os.getpid()}"
@@ -203,7 +271,8 @@ def test_a_lock_that_was_taken_over_is_told_at_once_and_refuses_the_next_save(
         assert str(other) in str(caught.value)
     assert holder_in(tmp_path) == other and len(said) == 1
     # Whoever begins anew in this process has to ask as everybody else.
-    assert "may be alive" in refusal(tmp_path, may_wait=False)
+    with pytest.raises(TimeoutError, match=str(other.pid)):
+        hold(str(tmp_path), timeout_seconds=DAYS, may_wait=False)
     lock.release()
     assert holder_in(tmp_path) == other
 
@@ -222,11 +291,11 @@ def test_a_lock_that_was_deleted_is_made_again_unless_somebody_may_have_been_the
     tmp_path: Path, said: list[str]
 ) -> None:
     lock = hold(str(tmp_path), timeout_seconds=DAYS)
-    for action in (lambda: lock._look(is_beat=True), lock.require):
+    for action in (lambda: lock._look(), lock.require):
         (tmp_path / RUN_LOCK).unlink()
         action()
         assert holder_in(tmp_path) == lock.holder
-        lock._look(is_beat=True)  # into the new one
+        lock._look()  # into the new one
         assert holder_in(tmp_path) == lock.holder
     assert ["has deleted" in line for line in said] == [True, True]
     (tmp_path / RUN_LOCK).unlink()
@@ -243,11 +312,12 @@ def test_a_disk_that_takes_no_sign_of_life_is_one_warning_until_it_does_again(
 ) -> None:
     lock = hold(str(tmp_path), timeout_seconds=DAYS)
     full = OSError(errno.ENOSPC, "No space left on device")
-    for _ in range(2):
-        with patch.object(LocalLockFile, "write", side_effect=full):
-            lock._look(is_beat=True)
-            lock._look(is_beat=True)
-        lock._look(is_beat=True)
+    # What a storage of URIs raises is not always of the system.
+    for error in (full, ValueError("No space left on device")):
+        with patch.object(LocalLockFile, "write", side_effect=error):
+            lock._look()
+            lock._look()
+        lock._look()
         lock.require()
     assert ["No space left on device" in line for line in said] == [True, True]
     lock.release()
@@ -259,7 +329,6 @@ def test_a_process_that_was_forked_gives_nothing_back(tmp_path: Path) -> None:
         lock.release()
         assert holder_in(tmp_path) == lock.holder
         # Nor has it the lock.
-        lock.users += 1
         assert "which is alive" in refusal(tmp_path)
     lock.release()
     assert os.listdir(tmp_path) == []
@@ -281,7 +350,7 @@ def test_a_storage_of_uris_has_locks_as_good_as_it_can(said: list[str], at_once:
     folder = "memory://bucket/run"
     lock = hold(folder, timeout_seconds=DAYS)
     assert lock.path == f"{folder}/{RUN_LOCK}" and "no more than an attempt" in said[0]
-    lock._look(is_beat=True)
+    lock._look()
     seen = lock._file.read()
     assert seen is not None and Holder.parse(seen.content) == replace(lock.holder, heartbeat=1)
     assert not lock_file.lock_file(lock.path).create(b"another")
