@@ -85,6 +85,9 @@ class RoomCheck(Purging):
         needed = self._bytes_to_save(model_only=is_last and self.last_save_model_only)
         self._needed_bytes = max(self._needed_bytes, needed)
         if free < needed:
+            if is_last:
+                # Retention has not looked: nothing more than this save would need the room.
+                self._purge_stale_checkpoints(is_save_in_flight=False)
             self._wait_for_deletions()
             free = self._free_in_the_end(needed)  # also if the last one was over before that
         if free is None or free >= needed:

@@ -130,6 +130,17 @@ def test_what_is_queued_for_deletion_is_waited_for() -> None:
     assert not disk.isdir("/run/step-10") and not disk.isdir("/run/step-20")
 
 
+@pytest.mark.parametrize("free", [MIB, 3 * MIB])
+def test_the_last_save_deletes_what_has_expired_only_where_it_needs_the_room(free: int) -> None:
+    disk = disk_of("step-10", "step-20", "step-30", free=free)
+    manager = manager_of(disk, keep=2)
+    with deleting(manager, disk) as may_delete:
+        may_delete.set()
+        assert refused(manager, with_retention=False) == NOTHING
+    left = {"step-30"} if free < 2 * MIB else {"step-10", "step-20", "step-30"}
+    assert set(disk.listdir("/run")) == left
+
+
 def test_a_deletion_that_is_over_a_moment_too_late_to_be_waited_for_counts() -> None:
     disk = disk_of("step-10", "step-20", "step-30", free=MIB)
     manager = manager_of(disk, keep=2)
