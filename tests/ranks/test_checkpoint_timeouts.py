@@ -177,7 +177,9 @@ def test_ranks_that_go_on_after_failures_stay_in_step_when_one_has_given_a_save_
     for end in ends:
         assert end.how == "returned", end.detail
         assert end.log.count("Training goes on, and the next save is tried") == 2
-        assert end.log.count(f"step 2 to {tmp_path}/checkpoint/step-2 was given up") == 2
+        # What it ended with on rank 1 may be known by the second time.
+        assert f"step 2 to {tmp_path}/checkpoint/step-2 was given up" in end.log
+        assert "has waited for 0 s" not in end.log
     # Nothing has begun beside it, and once it is over on both ranks they save again.
     assert ASYNC.complete(tmp_path) == ["step-1", "step-4", "step-5"]
     assert names(tmp_path) == ["step-1", "step-4", "step-5"]

@@ -60,11 +60,13 @@ def await_save(
     report: SaveReport | None,
     limit_seconds: float,
     *,
+    has_waited: bool = False,
     bears_late: bool = False,
 ) -> None:
     """Block until the save is durable and was reported.
 
     Args:
+        has_waited: it was given up before, and is only looked at.
         bears_late: the ranks will tell each other on which of them it may still be running.
 
     Raises:
@@ -75,7 +77,7 @@ def await_save(
         limit_seconds = 2 * limit_seconds + 10
     try:
         with sl.log_trace_span("checkpoint_wait_saving"):
-            result_within(future, limit_seconds)
+            result_within(future, 0 if has_waited else limit_seconds)
     except FAILURES as error:
         if report is None:
             raise
@@ -114,10 +116,16 @@ def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
         return
     # Cleared before it is awaited: an error is raised once, and the next save starts clean.
     future, manager.save_future = manager.save_future, None
-    limit_seconds = 0 if manager._gave_up else manager.timeout_seconds
-    manager._gave_up = False
+    has_waited, manager._gave_up = manager._gave_up, False
     try:
-        await_save(future, mode, manager._report, limit_seconds, bears_late=manager._failed.goes_on)
+        await_save(
+            future,
+            mode,
+            manager._report,
+            manager.timeout_seconds,
+            has_waited=has_waited,
+            bears_late=manager._failed.goes_on,
+        )
     except CheckpointSaveTimeoutError:
         # It may still be running: the next save must not begin, and close() need not wait again.
         manager.save_future, manager._gave_up = future, True
