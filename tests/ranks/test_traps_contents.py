@@ -222,9 +222,10 @@ def test_a_view_takes_what_it_shows_however_it_is_saved(folder: Path, runs: dict
         first, second, shard, other = torch.load(file, weights_only=False)["twice"]
         assert first.data_ptr() == second.data_ptr()
         assert shard.to_local().data_ptr() == other.to_local().data_ptr()
-    # By a process from shared memory, and by the training thread, where views may share memory.
+    # By a process from shared memory, and by the training thread, where views may share memory. What
+    # is said of the layout of shards is shared in the one and not in the other.
     assert sizes[2].keys() == sizes[3].keys()
-    assert all(size <= sizes[2][name] for name, size in sizes[3].items())
+    assert all(abs(size - sizes[2][name]) < 2_000 for name, size in sizes[3].items())
     assert sizes[2]["extra_0.pt"] < 20_000
 
 

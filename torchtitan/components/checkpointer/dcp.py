@@ -370,7 +370,7 @@ class CheckpointManager(SavingManager):
             self._reading = None  # what lies there may be another checkpoint one day
         return True
 
-    def _await_staging(self) -> None:
+    def _maybe_wait_for_staging(self) -> None:
         if self.staging_future is None:
             return
         future, self.staging_future = self.staging_future, None

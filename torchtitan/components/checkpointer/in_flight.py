@@ -66,18 +66,19 @@ def await_save(
     """Block until the save is durable and was reported.
 
     Args:
-        has_waited: it was given up before, and is only looked at.
+        has_waited: it was given up before, and is not waited for as long again.
         bears_late: the ranks will tell each other on which of them it may still be running.
 
     Raises:
         CheckpointSaveError: it failed, or was not done after ``limit_seconds``.
     """
+    wait_seconds = 0 if has_waited else limit_seconds
     if mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
         # Staging and the writer process have that limit each, and know better what is late.
-        limit_seconds = 2 * limit_seconds + 10
+        limit_seconds, wait_seconds = 2 * limit_seconds + 10, 2 * wait_seconds + 10
     try:
         with sl.log_trace_span("checkpoint_wait_saving"):
-            result_within(future, 0 if has_waited else limit_seconds)
+            result_within(future, wait_seconds)
     except FAILURES as error:
         if report is None:
             raise

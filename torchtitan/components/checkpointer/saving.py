@@ -85,9 +85,6 @@ class SavingManager(BaseCheckpointManager):
     def _write(self, checkpoint_id: str, payload: Any, curr_step: int, last_step: bool) -> None:
         """Write, or begin to and leave the rest to ``save_future``; ``_report`` follows it. Collective."""
 
-    @abstractmethod
-    def _await_staging(self) -> None: ...
-
     @property
     @abstractmethod
     def _is_async(self) -> bool: ...
@@ -157,7 +154,10 @@ class SavingManager(BaseCheckpointManager):
         return self._failed.unsettled
 
     def _look_back(self) -> None:
-        """Raise what the save in flight has failed with, if it has by now; never waits."""
+        """Raise what the save in flight has failed with, if it has by now; never waits.
+
+        After a step, and not in the middle of one: its save, which may be the last, would not be tried.
+        """
         future = self.save_future
         # What only answers like a future is asked before the next save.
         if not isinstance(future, Future) or not future.done():
@@ -169,10 +169,6 @@ class SavingManager(BaseCheckpointManager):
             return
         if (ending := self._failed.seen(failure)) is not None:
             raise ending
-
-    def _maybe_wait_for_staging(self) -> None:
-        self._await_staging()
-        self._look_back()
 
     def _has_lost(self, step: int) -> bool:
         if not self._failed.is_open or self._report is None or self._report.step != step:

@@ -294,7 +294,7 @@ class TorchCheckpointingManager(SavingManager):
             self._manager.check_with(None)  # a manifest is large, and nothing else is read
         return True
 
-    def _await_staging(self) -> None:
+    def _maybe_wait_for_staging(self) -> None:
         if self.save_future is None or self._report is None:
             return
         asked = saving(self._report.step, self._report.path)

@@ -122,6 +122,7 @@ def test_a_peak_is_seen_and_freed_memory_is_given_back() -> None:
 
 def test_the_clocks_tell_time_own_work_and_that_of_all() -> None:
     before = usage.cpu_clocks()
-    while (found := usage.since(before))[1] < 0.05:
+    # The system counts in hundredths of a second, at moments of its own.
+    while (found := usage.since(before))[1] < 0.3:
         sum(range(10_000))
-    assert found[0] >= 0.04 and found[2] >= 0.04
+    assert found[0] >= 0.2 and found[2] >= 0.2
