@@ -129,6 +129,9 @@ class OwnFolder:
     """Names of directories of ours without a marker, or still under a staging name, and their steps:
     saves that died."""
 
+    half_deleted: Mapping[str, int] = field(default_factory=dict)
+    """The same of directories whose deletion has begun and not ended."""
+
     foreign: tuple[str, ...] = ()
     """Names that are not ours; they never count, and nothing touches them."""
 
@@ -292,6 +295,10 @@ class Finder:
         }
         owners = {path: owner for path in found.values() if (owner := self.owner_of(path))}
         complete = {step: path for step, path in found.items() if path in owners}
+        others = {
+            path: step for step, path, _ in ours if path not in owners and path not in damaged
+        }
+        half_deleted = {names[it]: at for it, at in others.items() if self.is_half_deleted(it)}
         known = {*names.values(), *left, SUPERSEDED, SUPERSEDED_RECORD, REPLACED}
         foreign = set(self.storage.listdir(folder)) - known
         return OwnFolder(
@@ -305,10 +312,9 @@ class Finder:
                 if owners[path] is not self
             },
             unfinished={
-                names[path]: step
-                for step, path, _ in ours
-                if path not in owners and path not in damaged
+                names[it]: at for it, at in others.items() if names[it] not in half_deleted
             },
+            half_deleted=half_deleted,
             # Hidden entries belong to the file system (.snapshot, .nfs...) or to editors.
             foreign=tuple(sorted(name for name in foreign if not name.startswith("."))),
             damaged={

@@ -127,7 +127,7 @@ class Housekeeping(Claiming, RoomCheck):
     def _clear_leftover(self, path: str) -> list[str]:
         """Delete what a save or a deletion has left at ``path``, or move it aside; where it is then."""
         if not is_pinned(self._storage, path):
-            self._remove(path)
+            self._remove_leftover(path)
         # What is pinned stays, and so does what cannot be deleted: nothing is written into it.
         return [supersede(self._storage, self.folder, path)] if self._storage.isdir(path) else []
 

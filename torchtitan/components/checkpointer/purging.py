@@ -71,7 +71,7 @@ class Purging(FolderView):
         retention = Retention(keep_latest=self.keep_latest_k, keep_every=self.keep_every)
         purge = retention.plan(self._entries(), is_save_in_flight=is_save_in_flight)
         for path in purge.abandoned:
-            self._remove(path)
+            self._remove_leftover(path)
         for path in (*purge.half_deleted, *purge.expired):
             self._delete_beside_training(path)
 
@@ -89,7 +89,7 @@ class Purging(FolderView):
             if self._parse_step(name) is None or is_pinned(self._storage, path):
                 continue
             if self._finder().is_half_deleted(path):
-                self._remove(path, "whose deletion had not ended")
+                self._remove_leftover(path)
                 self._is_swept &= not self._storage.isdir(path)
 
     def _delete_beside_training(self, path: str) -> None:
@@ -98,7 +98,14 @@ class Purging(FolderView):
             self._deletions.add(path)
             self.purge_queue.put(path)
 
-    def _remove(self, path: str, what: str = "left behind by a save that did not finish") -> None:
+    def _remove_leftover(self, path: str) -> None:
+        """Delete what a save that died, or a deletion that was cut short, has left at ``path``."""
+        if self._finder().is_half_deleted(path):
+            self._remove(path, "whose deletion had not ended")
+        else:
+            self._remove(path, "left behind by a save that did not finish")
+
+    def _remove(self, path: str, what: str) -> None:
         """Delete ``path`` at once, unless that has failed a moment ago."""
         if not self._deletions.is_due(path):
             return

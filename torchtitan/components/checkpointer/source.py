@@ -42,6 +42,7 @@ from torchtitan.components.checkpointer.source_text import (
     what_does_not_count,
     what_else_there_is,
     what_was_passed_over,
+    why_incomplete,
 )
 from torchtitan.components.checkpointer.storage import MovingStorage
 
@@ -151,7 +152,7 @@ def choose_start(request: Request, own: OwnFolder) -> Start:
     if newest is not None and not (unreadable and request.on_damaged == "fail"):
         if newest in own.others:
             raise _of_another(own, newest, f"{own.path} was looked into for the newest checkpoint")
-        reason = what_was_passed_over("newest full checkpoint", newest, passed_over, own.unfinished)
+        reason = what_was_passed_over("newest full checkpoint", newest, passed_over, own)
         return _own(request, own, newest, reason)
     if own.damaged:
         raise CheckpointReadError(all_damaged(own, passed_over))
@@ -166,7 +167,7 @@ def choose_start(request: Request, own: OwnFolder) -> Start:
     if 0 in own.step_paths:
         if 0 in own.others:
             raise _of_another(own, 0, f"{own.path} holds nothing full to go on from")
-        reason = what_was_passed_over("seed checkpoint", 0, passed_over, own.unfinished)
+        reason = what_was_passed_over("seed checkpoint", 0, passed_over, own)
         return _own(request, own, 0, reason)
     if own.step_paths:
         raise _only_weights(request, own)
@@ -178,10 +179,10 @@ def _explicit(request: Request, own: OwnFolder) -> Start:
     if problem := unusable_load_step(step):
         raise ValueError(f"--{problem}")
     if step not in own.step_paths:
-        died = step in own.unfinished.values()
+        why = why_incomplete(own, step)
         raise CheckpointNotFoundError(
             f"--checkpoint.load_step={step} was asked for, but {own.path} holds no complete "
-            f"checkpoint of that step{' (its save did not finish)' if died else ''}; complete "
+            f"checkpoint of that step{f' ({why})' if why else ''}; complete "
             f"steps: {listed(own.step_paths)}{those_of_others(own)}. Set --checkpoint.load_step to one "
             "of them, or to -1 for the newest full one."
         )

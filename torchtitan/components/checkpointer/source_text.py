@@ -29,17 +29,24 @@ _OF_ANOTHER: dict[Kind | None, str] = {
 
 
 def what_was_passed_over(
-    reason: str, chosen: int, passed_over: Mapping[int, Kind], unfinished: Mapping[str, int]
+    reason: str, chosen: int, passed_over: Mapping[int, Kind], own: OwnFolder
 ) -> str:
     """``reason``, and which steps above the ``chosen`` one were not taken and why."""
     why = {step: _MEANING[kind] for step, kind in passed_over.items()}
-    for step in unfinished.values():
+    for step in (*own.unfinished.values(), *own.half_deleted.values()):
         if step > chosen:
-            why.setdefault(step, "its save did not finish")
+            why.setdefault(step, why_incomplete(own, step))
     if not why:
         return reason
     named = [f"{step_name(step)} ({why[step]})" for step in sorted(why)]
     return f"{reason}; passed over: {shortened(named)}"
+
+
+def why_incomplete(own: OwnFolder, step: int) -> str:
+    """Why ``step``, whose directory is in the folder, is no complete checkpoint; empty if there is none."""
+    if step in own.half_deleted.values():
+        return "its deletion did not finish"
+    return "its save did not finish" if step in own.unfinished.values() else ""
 
 
 def what_does_not_count(own: OwnFolder) -> str:
@@ -47,6 +54,8 @@ def what_does_not_count(own: OwnFolder) -> str:
     groups = []
     if own.unfinished:
         groups.append(f"{shortened(list(own.unfinished))} (saves that did not finish)")
+    if own.half_deleted:
+        groups.append(f"{shortened(list(own.half_deleted))} (deletions that did not finish)")
     if own.foreign:
         groups.append(f"{shortened(own.foreign)} (no names of checkpoints)")
     return f" In {own.path} these do not count: {', '.join(groups)}." if groups else ""

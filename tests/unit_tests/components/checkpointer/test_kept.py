@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.storage import DELETED
 from torchtitan.tools import signals
 
 from tests.unit_tests.components.checkpointer.fakes import wait_until
-from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
+from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
 from tests.unit_tests.components.checkpointer.ways import DISABLED, over, TC_WAITING, Way
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -130,6 +130,24 @@ def test_the_step_of_a_half_deleted_one_can_be_saved_again(
     assert names(tmp_path) == way.complete(tmp_path) == ["step-1", "step-2"]
     assert not (folder / "step-2" / DELETED).exists()
     assert run.manager.newest_checkpoint() == str(folder / "step-2")
+
+
+@of_each_manager
+def test_a_half_deleted_one_is_told_from_a_save_that_died(
+    tmp_path: Path, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = trained(tmp_path, way, 3, keep_latest_k=0)
+    os.rename(folder / "step-3/manifest.json", folder / "step-3" / DELETED)
+    run = build_run(tmp_path, seed=3, keep_latest_k=0, **way.settings)
+    with caplog.at_level("INFO"):
+        text = message_of(lambda: run.manager.load(3))
+        assert run.manager.load()
+        run.train(3)
+    run.manager.close()
+    assert "no complete checkpoint of that step (its deletion did not finish)" in text
+    assert "passed over: step-3 (its deletion did not finish)" in caplog.text
+    assert f"Deleted {folder}/step-3, whose deletion had not ended." in caplog.text
+    assert "save did not finish" not in caplog.text + text
 
 
 @of_each_manager

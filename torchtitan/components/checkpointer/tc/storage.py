@@ -26,7 +26,7 @@ from torch_checkpointing.storage.filesystem import (
 from typing_extensions import Buffer
 
 from torchtitan.components.checkpointer.formats import MARKERS
-from torchtitan.components.checkpointer.storage import DELETED
+from torchtitan.components.checkpointer.storage import delete_in_order, DELETED
 from torchtitan.tools import filesystem
 
 
@@ -125,11 +125,32 @@ class DurableStorage(LocalFileSystemStorage):
 _NUM_ASKING = 16
 
 
+class _Files:
+    """What a deletion consists of, as a storage of the library does it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def isfile(self, path: str, /) -> bool:
+        return self._storage.exists(Path(path)) and not self._storage.isdir(Path(path))
+
+    def rename(self, src: str, dst: str, /) -> None:
+        self._storage.rename(Path(src), Path(dst))
+
+    def remove_file(self, path: str, /) -> None:
+        if self._storage.exists(Path(path)):
+            self._storage.delete(Path(path))
+
+    def rmtree(self, path: str, /, *, last: str) -> None:
+        # Ours knows what goes last; in which order another one deletes is its own business.
+        self._storage.rmdir(Path(path))
+
+
 class BackendCheckpointStorage:
     """``MovingStorage`` on a storage of the library, so that both look at the same place."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self._storage, self._files = storage, _Files(storage)
         self.renames = isinstance(storage, LocalFileSystemStorage)
         """Whether ``move`` takes no longer for what is large; of other storages nobody says so."""
         self.has_files = self.renames
@@ -139,7 +160,7 @@ class BackendCheckpointStorage:
         return self._storage.isdir(Path(path))
 
     def isfile(self, path: str) -> bool:
-        return self._storage.exists(Path(path)) and not self.isdir(path)
+        return self._files.isfile(path)
 
     def listdir(self, path: str) -> list[str]:
         return self._storage.ls(Path(path))
@@ -149,16 +170,7 @@ class BackendCheckpointStorage:
             # What it leads to lies in another folder and belongs to somebody else.
             os.unlink(path)
             return
-        # What makes a checkpoint complete goes first: a deletion cut short leaves no complete one, and
-        # what it leaves is known by this name.
-        is_marked = self.isfile(f"{path}/{DELETED}")
-        for marker in MARKERS:
-            if not is_marked and self.isfile(f"{path}/{marker}"):
-                self._storage.rename(Path(path, marker), Path(path, DELETED))
-                is_marked = True
-            elif self._storage.exists(Path(path, marker)):
-                self._storage.delete(Path(path, marker))
-        self._storage.rmdir(Path(path))
+        delete_in_order(self._files, path, MARKERS)
 
     def move(self, source: str, target: str) -> None:
         self._storage.mkdir(Path(target).parent)
