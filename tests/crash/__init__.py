@@ -1,0 +1,1 @@
+"""Every point at which a crash can fall, built from recorded histories and started from again."""
