@@ -14,9 +14,9 @@ from tests.unit_tests.components.checkpointer.ways import stager_of, Way
 PATIENCE = {"timeout_seconds": 240.0}
 
 
-def children() -> list[int]:
-    """The processes that this one has started and not yet seen end."""
-    tasks = Path("/proc/self/task").iterdir()
+def children(of: int | None = None) -> list[int]:
+    """The processes that this one, or the process ``of``, has started and not yet seen end."""
+    tasks = Path(f"/proc/{of or 'self'}/task").iterdir()
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
