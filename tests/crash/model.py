@@ -1,0 +1,383 @@
+"""A disk, and what of it would be there again after the power was cut.
+
+What a kill leaves is all that was done: memory of the system outlives a process. What a power cut
+leaves is less, and which part is up to the disk. So each directory has names that are durable and
+changes of them that are pending, each file has a content and what is durable of it, and any part of
+the pending changes may be there afterwards that is closed in itself.
+
+    operations -> DiskModel.apply -> DiskModel.tree -> points.py
+
+Assumed of the disk:
+
+1.  What an operation has done is seen by all processes at once, and is not undone by a kill.
+2.  A file's content is durable once the file was synced, and as far as it was synced. A sync of the
+    file makes none of its names durable, and no name of a directory above it, though ext4 and xfs
+    do so for a file that is new: POSIX does not promise it.
+3.  What was written and not synced may be lost, be there in part from its beginning, or be there as
+    zeros of the full length. What was emptied and written anew without a sync may also hold what it
+    held before. What was synced is not harmed by what is appended.
+4.  The names in a directory are durable once the directory was synced. That makes no name of the
+    directory itself durable, nor a name inside of a directory below it, nor the content of a file.
+5.  A change of names that was not synced is durable or not as a whole. A rename inside of one
+    directory is one change: there is the old name or the new one, and what the new one stood for
+    before is there until then. Nobody ever sees neither.
+6.  A rename from one directory to another is two changes. The new name may be durable while the old
+    one still is too; the loss of the old one is not durable without the new one.
+7.  Changes that were not synced may become durable in any order, except two of the same name in one
+    directory, and except the two halves of a rename.
+8.  A name that is durable leads to something: a file or directory that is there, as empty as it may
+    be. What is in a directory with no durable name that leads to it is gone, synced or not, and so is
+    what was moved into it.
+9.  A sync that returned has done what it says (the disk does not lie about its cache), and one that
+    failed is no sync: what it would have made durable stays as it was.
+10. What was synced stays: no block decays. Damaged contents are a matter of the digests, not of this.
+
+A network file system is taken for one of these after a sync. What another machine has cached of it
+(close-to-open) is not modelled.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, Union
+
+from tests.crash.operations import Kind, Operation
+from tests.crash.tree import Directory, EMPTY, File, Link, Node, Tree
+
+
+@dataclass(eq=False, slots=True)
+class FileInode:
+    """A file, whatever its names are."""
+
+    written: bytes = b""
+    synced: bytes = b""
+    is_emptied: bool = False
+    """Made empty since its last sync, so that ``written`` no longer begins with ``synced``."""
+    num_names: int = 0
+    number: int = 0
+    """Not 0 once it has had more than one name."""
+
+    @property
+    def is_synced(self) -> bool:
+        return not self.is_emptied and len(self.written) == len(self.synced)
+
+    @property
+    def kept(self) -> bytes:
+        """What no power cut takes, if what has been emptied stays so."""
+        return b"" if self.is_emptied else self.synced
+
+
+@dataclass(eq=False, slots=True)
+class DirectoryInode:
+    """A directory, whatever its name is."""
+
+    names: dict[str, "Inode"] = field(default_factory=dict)
+    durable: dict[str, "Inode"] = field(default_factory=dict)
+    last_changes: dict[str, int] = field(default_factory=dict)
+    """The number of the last change of each name."""
+
+
+@dataclass(eq=False, slots=True)
+class LinkInode:
+    """A symbolic link: durable as a whole, with its name."""
+
+    target: str
+
+
+Inode = Union[FileInode, DirectoryInode, LinkInode]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Change:
+    """Of the names of one directory, not durable yet."""
+
+    number: int
+    directory: DirectoryInode
+    effect: Mapping[str, Inode | None]
+    """What each name stands for afterwards; None if for nothing."""
+    needs: frozenset[int]
+    """The changes without which this one is not durable, if they are still pending."""
+    words: str
+
+
+Contents = Callable[[FileInode], bytes]
+
+
+def as_written(file: FileInode) -> bytes:
+    return file.written
+
+
+def as_synced(file: FileInode) -> bytes:
+    return file.synced
+
+
+class DiskModel:
+    """A disk that begins as ``start``, all of it durable, and on which operations happen."""
+
+    def __init__(self, start: Tree = EMPTY) -> None:
+        self._nodes: dict[object, Node] = {}
+        self._numbers = 0
+        self._handles: dict[tuple[int, str], FileInode] = {}
+        self.pending: dict[int, Change] = {}
+        """In the order in which they happened."""
+        self.unsynced: dict[FileInode, str] = {}
+        """Files with a content that is not durable, and the name that they were created with."""
+        self.root = self._begin(start, {})
+
+    def apply(self, operation: Operation) -> None:
+        """Let ``operation`` happen; raises ValueError if it cannot."""
+        match operation.kind:
+            case Kind.CREATE:
+                self._create(operation)
+            case Kind.WRITE | Kind.SYNC:
+                self._write_or_sync(operation)
+            case Kind.SYNC_DIRECTORY:
+                self._sync_directory(self._directory(operation.path, operation))
+            case Kind.MKDIR:
+                self._add(operation, DirectoryInode())
+            case Kind.SYMLINK:
+                self._add(operation, LinkInode(operation.target))
+            case Kind.LINK:
+                self._link(operation)
+            case Kind.RENAME:
+                self._rename(operation)
+            case Kind.UNLINK | Kind.RMDIR:
+                self._delete(operation)
+            case Kind.NOTE:
+                pass
+            case _:
+                _impossible(operation, "a disk has no such operation")
+
+    def tree(
+        self, contents: Contents = as_written, changes: Collection[int] | None = None
+    ) -> Tree:
+        """The disk with each file as ``contents`` has it.
+
+        Args:
+            changes: which pending changes of names there are; None for all names as they are now.
+        """
+        if changes is None:
+            return self._tree(self.root, contents, lambda directory: directory.names, {})
+        # By their numbers, which is the order in which they happened.
+        names: dict[DirectoryInode, dict[str, Inode]] = {}
+        for number in sorted(changes):
+            change = self.pending[number]
+            if change.directory not in names:
+                names[change.directory] = dict(change.directory.durable)
+            _apply_to(names[change.directory], change)
+        return self._tree(
+            self.root,
+            contents,
+            lambda directory: names.get(directory, directory.durable),
+            {},
+        )
+
+    def closed(self, changes: Collection[int]) -> set[int]:
+        """Pending ``changes`` with all that they need."""
+        needed = set(changes)
+        for number in changes:
+            needed |= self.pending[number].needs
+        return needed & self.pending.keys()
+
+    # Names
+
+    def _directory(self, path: str, operation: Operation) -> DirectoryInode:
+        inode: Inode | None = self.root
+        for name in path.split("/") if path else ():
+            if not isinstance(inode, DirectoryInode):
+                break
+            inode = inode.names.get(name)
+        if isinstance(inode, DirectoryInode):
+            return inode
+        _impossible(operation, f"{path!r} is no directory")
+
+    def _place(self, path: str, operation: Operation) -> tuple[DirectoryInode, str]:
+        above, _, name = path.rpartition("/")
+        if not name:
+            _impossible(operation, "the root is not to be changed")
+        return self._directory(above, operation), name
+
+    def _add(self, operation: Operation, inode: Inode) -> None:
+        directory, name = self._place(operation.path, operation)
+        if name in directory.names:
+            _impossible(operation, f"there is something at {operation.path!r}")
+        self._change(directory, {name: inode}, str(operation))
+
+    def _link(self, operation: Operation) -> None:
+        source, old = self._place(operation.path, operation)
+        directory, new = self._place(operation.target, operation)
+        inode = source.names.get(old)
+        if not isinstance(inode, FileInode) or new in directory.names:
+            _impossible(operation, "it takes a file and a name that is free")
+        self._has_several_names(inode)
+        self._change(directory, {new: inode}, str(operation))
+
+    def _rename(self, operation: Operation) -> None:
+        source, old = self._place(operation.path, operation)
+        directory, new = self._place(operation.target, operation)
+        inode, replaced = source.names.get(old), directory.names.get(new)
+        if inode is None:
+            _impossible(operation, f"there is nothing at {operation.path!r}")
+        if inode is replaced:
+            return  # so POSIX has it: both names stay
+        if isinstance(inode, DirectoryInode) and f"{operation.target}/".startswith(
+            f"{operation.path}/"
+        ):
+            _impossible(operation, "a directory cannot be inside of itself")
+        if replaced is not None:
+            if isinstance(inode, DirectoryInode) != isinstance(replaced, DirectoryInode):
+                _impossible(operation, "a directory and something else cannot replace each other")
+            if isinstance(replaced, DirectoryInode) and replaced.names:
+                _impossible(operation, f"{operation.target!r} is not empty")
+        if source is directory:
+            self._change(directory, {old: None, new: inode}, str(operation))
+            return
+        if isinstance(inode, FileInode):
+            self._has_several_names(inode)  # as both may be durable for a while
+        added = self._change(directory, {new: inode}, f"{operation}, the new name")
+        self._change(source, {old: None}, f"{operation}, the loss of the old name", added)
+
+    def _delete(self, operation: Operation) -> None:
+        directory, name = self._place(operation.path, operation)
+        inode = directory.names.get(name)
+        is_directory = isinstance(inode, DirectoryInode)
+        if inode is None or is_directory != (operation.kind is Kind.RMDIR):
+            _impossible(operation, "there is no such thing with this name")
+        if isinstance(inode, DirectoryInode) and inode.names:
+            _impossible(operation, f"it holds {sorted(inode.names)}")
+        self._change(directory, {name: None}, str(operation))
+
+    def _change(
+        self,
+        directory: DirectoryInode,
+        effect: Mapping[str, Inode | None],
+        words: str,
+        also_needs: int | None = None,
+    ) -> int:
+        """Change names now, for good once this is synced; the number of the change."""
+        self._numbers += 1
+        direct = {directory.last_changes[name] for name in effect if name in directory.last_changes}
+        if also_needs is not None:
+            direct.add(also_needs)
+        direct &= self.pending.keys()
+        needs = direct.union(*(self.pending[number].needs for number in direct))
+        change = Change(self._numbers, directory, effect, frozenset(needs), words)
+        for name, inode in effect.items():
+            _count(directory.names.get(name), -1)
+            _count(inode, +1)
+            directory.last_changes[name] = self._numbers
+        _apply_to(directory.names, change)
+        self.pending[self._numbers] = change
+        return self._numbers
+
+    def _sync_directory(self, directory: DirectoryInode) -> None:
+        own = [number for number, each in self.pending.items() if each.directory is directory]
+        for number in sorted(self.closed(own)):
+            change = self.pending.pop(number)
+            _apply_to(change.directory.durable, change)
+
+    def _has_several_names(self, file: FileInode) -> None:
+        self._numbers += 1
+        file.number = file.number or self._numbers
+
+    # Contents
+
+    def _create(self, operation: Operation) -> None:
+        directory, name = self._place(operation.path, operation)
+        inode = directory.names.get(name)
+        if inode is None:
+            inode = FileInode()
+            self._change(directory, {name: inode}, str(operation))
+        elif not isinstance(inode, FileInode):
+            _impossible(operation, f"there is something else at {operation.path!r}")
+        elif inode.written:
+            inode.written = b""
+            # What never was durable does not come back.
+            inode.is_emptied = bool(inode.synced)
+            self._note_unsynced(inode, operation.path)
+        self._handles[operation.rank, operation.path] = inode
+
+    def _write_or_sync(self, operation: Operation) -> None:
+        # An open file is the same one whatever has become of its name.
+        inode: Inode | None = self._handles.get((operation.rank, operation.path))
+        if inode is None:
+            directory, name = self._place(operation.path, operation)
+            inode = directory.names.get(name)
+        if not isinstance(inode, FileInode):
+            _impossible(operation, f"there is no file at {operation.path!r}")
+        if operation.kind is Kind.WRITE:
+            inode.written += operation.content
+        else:
+            inode.synced, inode.is_emptied = inode.written, False
+        self._note_unsynced(inode, operation.path)
+
+    def _note_unsynced(self, file: FileInode, path: str) -> None:
+        if file.is_synced:
+            self.unsynced.pop(file, None)
+        else:
+            self.unsynced[file] = path
+
+    # From and to trees
+
+    def _begin(self, tree: Tree, files: dict[int, FileInode]) -> DirectoryInode:
+        directory = DirectoryInode()
+        for name, node in tree.entries.items():
+            inode: Inode
+            match node:
+                case Directory():
+                    inode = self._begin(node, files)
+                case Link(target=target):
+                    inode = LinkInode(target)
+                case File(content=content, number=number):
+                    inode = files.get(number) or FileInode(content, content)
+                    if number:
+                        files[number] = inode
+                        self._has_several_names(inode)
+            _count(inode, +1)
+            directory.names[name] = inode
+        directory.durable = dict(directory.names)
+        return directory
+
+    def _tree(
+        self,
+        directory: DirectoryInode,
+        contents: Contents,
+        names: Callable[[DirectoryInode], Mapping[str, Inode]],
+        made: dict[DirectoryInode, Directory],
+    ) -> Directory:
+        # A directory that is moved into what was in it before may for a moment be in itself.
+        made[directory] = EMPTY
+        entries: dict[str, Node] = {}
+        for name, inode in names(directory).items():
+            if isinstance(inode, FileInode):
+                content = contents(inode)
+                key: object = (content, inode.number)
+                if (node := self._nodes.get(key)) is None:
+                    node = self._nodes[key] = File(content, inode.number)
+            elif isinstance(inode, DirectoryInode):
+                node = made.get(inode) or self._tree(inode, contents, names, made)
+            elif (node := self._nodes.get(inode)) is None:
+                node = self._nodes[inode] = Link(inode.target)
+            entries[name] = node
+        key = frozenset(entries.items())
+        found = self._nodes.get(key)
+        if not isinstance(found, Directory):
+            found = self._nodes[key] = Directory(entries)
+        made[directory] = found
+        return found
+
+
+def _apply_to(names: dict[str, Inode], change: Change) -> None:
+    for name, inode in change.effect.items():
+        if inode is None:
+            names.pop(name, None)
+        else:
+            names[name] = inode
+
+
+def _count(inode: Inode | None, difference: int) -> None:
+    if isinstance(inode, FileInode):
+        inode.num_names += difference
+
+
+def _impossible(operation: Operation, why: str) -> NoReturn:
+    raise ValueError(f"the history cannot have gone so: {operation}: {why}")
