@@ -3,16 +3,18 @@
 A path that holds ``://`` is remote and goes through fsspec, which is imported only then. Local
 operations that must outlive a power cut (``makedirs``, ``rename``) also sync the directory that
 holds the changed name: on Linux the name of a file becomes durable with its directory, not with the file.
+What changes a local disk goes through ``disk.py``.
 """
 
 import contextlib
+import errno
 import os
-import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, NamedTuple
+
+from torchtitan.tools import disk
 
 _FEW_FILES = 32
 _NUM_THREADS = 16
@@ -90,17 +92,17 @@ def join(base: str, name: str) -> str:
     return os.path.join(base, name)
 
 
-def rmtree(path: str, *, last: str = "") -> None:
-    """Delete ``path`` and all below it, as far as that is possible; a missing one is no error.
+def rmtree(path: str, *, last: str = "", strict: bool = False) -> None:
+    """Delete the directory ``path`` and all below it, as far as that is possible; follows no link.
 
-    Remote: any error but "not found" is raised, and ``last`` means nothing.
+    A missing one is no error. Remote: any error but "not found" is raised, and there is no ``last``.
 
     Args:
         last: the name of a file in it that goes when all else is gone, and stays if something is not.
+        strict: raise the first error, which "not found" is too, instead of going on past it.
     """
     if not is_remote(path):
-        if not last or _empty(path, but=last):
-            shutil.rmtree(path, ignore_errors=True)
+        _delete_directory(path, _raise if strict else _pass_over, last=last)
         return
     fs, inner = _resolve(path)
     try:
@@ -109,22 +111,45 @@ def rmtree(path: str, *, last: str = "") -> None:
         pass
 
 
-def _empty(path: str, *, but: str) -> bool:
-    """Delete all that is in ``path`` but one file; whether the rest is gone."""
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _pass_over(error: OSError) -> None:
+    """What cannot be deleted stays, and as little else as possible."""
+
+
+def _delete_directory(
+    path: str, on_error: Callable[[OSError], None], *, last: str = "", dir_fd: int | None = None
+) -> None:
+    """``dir_fd`` as in ``Disk.unlink``: no link that comes meanwhile leads anywhere else."""
     try:
-        for name in os.listdir(path):
-            entry = os.path.join(path, name)
-            if name == but:
-                continue
-            if os.path.isdir(entry) and not os.path.islink(entry):
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                # As rmtree does: on past what cannot be deleted.
-                with suppress(OSError):
-                    os.unlink(entry)
-        return set(os.listdir(path)) <= {but}
-    except OSError:
-        return True  # it is missing, or no directory that may be read: rmtree knows what to do
+        name = path if dir_fd is None else os.path.basename(path)
+        opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+        try:
+            with os.scandir(opened) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name == last)
+            for entry in entries:
+                if entry.name == last and os.listdir(opened) != [last]:
+                    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+                _delete_entry(os.path.join(path, entry.name), entry, on_error, opened)
+        finally:
+            os.close(opened)
+        disk.current().rmdir(path, dir_fd=dir_fd)
+    except OSError as error:
+        on_error(error)
+
+
+def _delete_entry(
+    path: str, entry: os.DirEntry[str], on_error: Callable[[OSError], None], dir_fd: int
+) -> None:
+    try:
+        if entry.is_dir(follow_symlinks=False):
+            _delete_directory(path, on_error, dir_fd=dir_fd)
+        else:
+            disk.current().unlink(path, dir_fd=dir_fd)
+    except OSError as error:
+        on_error(error)
 
 
 def remove_file(path: str) -> None:
@@ -134,7 +159,7 @@ def remove_file(path: str) -> None:
             fs, inner = _resolve(path)
             fs.rm_file(inner)
             return
-        os.unlink(path)
+        disk.current().unlink(path)
     except FileNotFoundError:
         return
     fsync_dir(os.path.dirname(path) or ".")
@@ -146,14 +171,21 @@ def makedirs(path: str) -> None:
         fs, inner = _resolve(path)
         fs.makedirs(inner, exist_ok=True)
         return
-    created = []
-    missing = os.path.abspath(path)
-    while not os.path.isdir(missing) and os.path.dirname(missing) != missing:
-        created.append(missing)
-        missing = os.path.dirname(missing)
-    os.makedirs(path, exist_ok=True)
+    folder = path.rstrip(os.sep) or os.sep
+    created = [] if os.path.isdir(folder) else [folder]
+    parent = os.path.dirname(folder)
+    while created and parent and not os.path.exists(parent):
+        created.append(parent)
+        parent = os.path.dirname(parent)
     for directory in reversed(created):
-        fsync_dir(os.path.dirname(directory))
+        try:
+            disk.current().mkdir(directory)
+        except OSError:
+            # Another process may be just as far.
+            if not os.path.isdir(directory):
+                raise
+    for directory in reversed(created):
+        fsync_dir(os.path.dirname(directory) or ".")
 
 
 def rename(src: str, dst: str) -> None:
@@ -174,7 +206,7 @@ def rename(src: str, dst: str) -> None:
         _, inner_dst = _resolve(dst)
         fs.mv(inner_src, inner_dst, recursive=True)
         return
-    os.rename(src, dst)
+    disk.current().rename(src, dst)
     src_folder = os.path.dirname(os.path.abspath(src))
     dst_folder = os.path.dirname(os.path.abspath(dst))
     # The new name first: a power cut between the two syncs may leave both names, never neither.
@@ -183,15 +215,16 @@ def rename(src: str, dst: str) -> None:
         fsync_dir(src_folder)
 
 
+def symlink(target: str, path: str) -> None:
+    """Make the local ``path`` a symbolic link to ``target``; durable."""
+    disk.current().symlink(target, path)
+    fsync_dir(os.path.dirname(path) or ".")
+
+
 def fsync_dir(path: str) -> None:
     """Make the names inside the directory ``path`` durable; nothing to do for a remote one."""
-    if is_remote(path):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if not is_remote(path):
+        disk.current().sync_directory(path)
 
 
 def tree_size_bytes(path: str) -> int:
@@ -318,12 +351,11 @@ def write_bytes(path: str, content: bytes) -> None:
         return
     temporary = f"{path}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        with disk.current().create(temporary) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            disk.current().sync(file)
         rename(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)  # on a disk that is full, too, nothing is left behind
+            disk.current().unlink(temporary)  # on a disk that is full, too, nothing is left behind
         raise

@@ -126,7 +126,7 @@ class FilesystemStorage:
         filesystem.makedirs(target.rpartition("/")[0])
         if os.path.islink(source):
             # A relative link would lead nowhere from its new place.
-            os.symlink(os.path.realpath(source), target)
+            filesystem.symlink(os.path.realpath(source), target)
             filesystem.remove_file(source)
             return
         filesystem.rename(source, target)
