@@ -1,14 +1,15 @@
 """The bytes of a checkpoint through torch.distributed.checkpoint, made durable and known by digest.
 
-DCP syncs each file but not the directories that name them, so after a power cut a checkpoint it
-called complete can be missing. Here the names are synced too, and in this order:
+DCP syncs each file, or most of it, but not the directories that name them, so after a power cut a
+checkpoint it called complete can be missing. Here all is synced, and in this order:
 
     every rank: data files, then their directory -> rank 0: .metadata, directory, parent directory
         -> rank 0: manifest.json, directory
 
 ``.metadata`` makes the checkpoint complete for DCP. The manifest says what every file held when it was
 written; without it the checkpoint is one that nobody can verify. The digests of a rank's files are taken
-while they are written, and travel to rank 0 with what DCP gathers anyway.
+while they are written, and travel to rank 0 with what DCP gathers anyway. What changes the disk goes
+through ``tools/disk.py``.
 """
 
 import os
@@ -29,7 +30,7 @@ from torchtitan.components.checkpointer.dcp_index import MARKER
 from torchtitan.components.checkpointer.dcp_screening import require_plain_items
 from torchtitan.components.checkpointer.integrity.digests import FileDigest, HashingStream
 from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
-from torchtitan.tools import filesystem
+from torchtitan.tools import disk, filesystem
 from torchtitan.tools.errors import portable
 from torchtitan.tools.logging import logger
 
@@ -63,8 +64,23 @@ class CopyingStager:
         self._stager.close()
 
 
+class _Open:
+    """A file as DCP gets it, which closes it before it can be synced: here it stays open."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.write = stream.write
+        """Of the stream itself: there are many small ones."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
 class CommittingFileSystem(FileSystem):
-    """DCP's local file system, which digests what is written, and asks before a file gets its name."""
+    """DCP's local file system, which syncs and digests files, and asks before one gets its name."""
 
     def __init__(self, *, takes_digests: bool = True) -> None:
         """Without ``takes_digests`` what is written passes untouched."""
@@ -75,9 +91,15 @@ class CommittingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashing = HashingStream(stream) if mode == "wb" and self._takes_digests else None
-            yield hashing or stream
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with disk.current().create(os.fspath(path)) as file:
+            hashing = HashingStream(file) if self._takes_digests else None
+            yield _Open(hashing or file)
+            # Not left to DCP, which forgets what Python still holds back: a small .metadata is all of it.
+            disk.current().sync(file)
         if hashing is not None:
             self.digests[Path(path).name] = hashing.digest()
 
@@ -88,9 +110,15 @@ class CommittingFileSystem(FileSystem):
 
     def rename(self, path: Any, new_path: Any) -> None:
         self.require_may_commit()
-        super().rename(path, new_path)
+        disk.current().rename(os.fspath(path), os.fspath(new_path))
         if (digest := self.digests.pop(Path(path).name, None)) is not None:
             self.digests[Path(new_path).name] = digest
+
+    def mkdir(self, path: Any) -> None:
+        filesystem.makedirs(os.fspath(path))
+
+    def rm_file(self, path: Any) -> None:
+        disk.current().unlink(os.fspath(path))
 
 
 class Written(list[WriteResult]):
@@ -108,7 +136,7 @@ class DurableFileSystemWriter(FileSystemWriter):
         self, path: str, *, stager: CopyingStager | None = None, head: Head | None = None
     ) -> None:
         """``head`` begins the manifest; without one there is none, and no digest is taken."""
-        super().__init__(path)
+        super().__init__(path, sync_files=False)  # self.fs does
         self.fs = CommittingFileSystem(takes_digests=head is not None)
         self._kept_stager = stager
         self._head = head
@@ -207,13 +235,8 @@ class DurableFileSystemWriter(FileSystemWriter):
             assert isinstance(written, Written)
             files |= written.digests
         content = render(Manifest(head=head, files=files))
-        target = f"{os.fspath(self.path)}/{MANIFEST}"
-        with open(f"{target}.tmp", "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
         # Nobody is asked any more: the checkpoint is complete, and only becomes one to verify.
-        filesystem.rename(f"{target}.tmp", target)
+        filesystem.write_bytes(f"{os.fspath(self.path)}/{MANIFEST}", content)
 
     def _committing_fs(self) -> CommittingFileSystem:
         assert isinstance(self.fs, CommittingFileSystem)
