@@ -2,15 +2,16 @@
 
 The library never asks a disk to keep what it was given, and writes with O_DIRECT in a way that most
 file systems refuse, but only when the first odd length comes. This storage writes through the
-page cache and syncs: a file when it is closed, a directory before and after it gets its name.
+page cache and syncs: a file when it is closed, a directory before and after it gets its name. It changes
+the disk through ``tools/disk.py``, but for what somebody has it write with direct I/O.
 
     tc/writer.py -> DurableStorage -> files          (what is written and loaded)
     retention, discovery -> BackendCheckpointStorage -> any storage of the library (questions about paths)
 """
 
+import errno
 import io
 import os
-import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from typing_extensions import Buffer
 
 from torchtitan.components.checkpointer.formats import MARKERS
 from torchtitan.components.checkpointer.storage import delete_in_order, DELETED
-from torchtitan.tools import filesystem
+from torchtitan.tools import disk, filesystem
 
 
 @dataclass
@@ -44,6 +45,13 @@ class DurableStorageConfig(LocalFileSystemStorageConfig):
 class _SyncedStream(WriteStream):
     """A file that is on the disk when its ``with`` block ends."""
 
+    def __enter__(self) -> "_SyncedStream":
+        if self._use_direct_io:
+            super().__enter__()
+        else:
+            self._file = disk.current().create(os.fspath(self._path))
+        return self
+
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -52,10 +60,12 @@ class _SyncedStream(WriteStream):
     ) -> None:
         try:
             if exc_type is None and self._file is not None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                disk.current().sync(self._file)
         finally:
             super().__exit__(exc_type, exc_val, exc_tb)
+
+
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 
 
 class DurableStorage(LocalFileSystemStorage):
@@ -75,7 +85,7 @@ class DurableStorage(LocalFileSystemStorage):
         if recursive:
             filesystem.makedirs(os.fspath(path))
         else:
-            super().mkdir(path, recursive=False)
+            disk.current().mkdir(os.fspath(path))
 
     def rename(
         self,
@@ -84,23 +94,30 @@ class DurableStorage(LocalFileSystemStorage):
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Give ``src_path`` its final name, which must not be taken, once all in it is durable."""
+        """Give ``src_path`` its final name, once all in it is durable.
+
+        Raises:
+            FileExistsError: the name is taken; a file may take that of another.
+        """
         if os.path.isdir(src_path):
             filesystem.fsync_dir(os.fspath(src_path))
-        super().rename(src_path, dst_path, is_directory, background_cleanup)
+        try:
+            disk.current().rename(os.fspath(src_path), os.fspath(dst_path))
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            raise FileExistsError(
+                error.errno,
+                f"cannot rename {src_path} to {dst_path}: something of that name is there. "
+                "Delete it first, if it is not wanted",
+            ) from error
         # The new name first: a power cut between the two may leave both names, never neither.
         for folder in dict.fromkeys((dst_path.parent, src_path.parent)):
             filesystem.fsync_dir(os.fspath(folder))
 
     def rmdir(self, path: Path) -> None:
         """Delete a directory with all in it; what says that it is being deleted goes last."""
-        if os.path.lexists(path / DELETED):
-            for entry in path.iterdir():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                elif entry.name != DELETED:
-                    entry.unlink()
-        super().rmdir(path)
+        filesystem.rmtree(os.fspath(path), last=DELETED, strict=True)
 
     def delete(self, path: Path) -> None:
         """Delete a file, durably."""
@@ -168,7 +185,7 @@ class BackendCheckpointStorage:
     def remove(self, path: str) -> None:
         if os.path.islink(path):
             # What it leads to lies in another folder and belongs to somebody else.
-            os.unlink(path)
+            filesystem.remove_file(path)
             return
         delete_in_order(self._files, path, MARKERS)
 
@@ -176,8 +193,8 @@ class BackendCheckpointStorage:
         self._storage.mkdir(Path(target).parent)
         if os.path.islink(source):
             # A relative link would lead nowhere from its new place.
-            os.symlink(os.path.realpath(source), target)
-            os.unlink(source)
+            filesystem.symlink(os.path.realpath(source), target)
+            filesystem.remove_file(source)
             return
         self._storage.rename(Path(source), Path(target), is_directory=True)
 
