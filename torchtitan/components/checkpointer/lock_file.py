@@ -3,7 +3,7 @@
 On a disk a name is linked to a file that is complete already, which succeeds once on network file
 systems as well. Whoever takes over a file holds a lock of the system on it, looks whether it still is
 the one that was found dead, and renames its own over it. Elsewhere nothing is atomic: what is written
-is read back, and that is all.
+is read back, and that is all. Names on a disk are changed through ``tools/disk.py``.
 
     run_lock.py -> LocalLockFile | RemoteLockFile
 """
@@ -16,15 +16,19 @@ import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-from torchtitan.tools import filesystem
+from torchtitan.tools import disk, filesystem
 
 SETTLING_SECONDS = 1.0
 """Where nothing is atomic: after so long what two have written at once is what both read."""
 
 _HAS_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _HAS_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+
+
+_MODE = 0o644
+"""Whose lock it is anybody may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ class LocalLockFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._own: int | None = None
-        """Of the file that this process has made; it stays that one, whatever happens to the name."""
+        self._own: BinaryIO | None = None
+        """The file that this process has made; it stays that one, whatever happens to the name."""
 
     def __del__(self) -> None:
         self._close()
@@ -83,58 +87,61 @@ class LocalLockFile:
             os.close(descriptor)
 
     def create(self, content: bytes) -> bool:
-        with self._beside(content) as (temporary, descriptor):
+        with self._beside(content) as (temporary, file):
             try:
-                os.link(temporary, self.path)
+                disk.current().link(temporary, self.path)
             except FileExistsError:
                 # A network file system may say so of a link that it has made itself.
-                if not self._is_at_the_name(descriptor):
+                if not self._is_at_the_name(file):
                     return False
             except OSError as error:
                 if error.errno not in _HAS_NO_LINKS:
                     raise
                 return self._create_without_link(content)
-            self._keep(descriptor)
+            self._keep(file)
             return True
 
     def take_over(self, dead: Seen, content: bytes) -> bool:
-        with self._beside(content) as (temporary, descriptor), self._locked() as (found, is_locked):
+        with self._beside(content) as (temporary, file), self._locked() as (found, is_locked):
             if found is None or self.read() != dead:
                 return False
-            os.rename(temporary, self.path)
+            disk.current().rename(temporary, self.path)
             if not is_locked:
                 # Another one may just be doing the same: the last of them has it.
                 time.sleep(SETTLING_SECONDS)
-                if not self._is_at_the_name(descriptor):
+                if not self._is_at_the_name(file):
                     return False
-            self._keep(descriptor)
+            self._keep(file)
             return True
 
     def write(self, content: bytes) -> None:
         assert self._own is not None
-        os.pwrite(self._own, content, 0)
+        # Past the disk's seam: it says that the run lives, and nothing of a checkpoint hangs on it.
+        os.pwrite(self._own.fileno(), content, 0)
         # An editor, or a copy by hand, may have made it longer.
-        os.ftruncate(self._own, len(content))
+        os.ftruncate(self._own.fileno(), len(content))
 
     def remove(self) -> None:
         with self._locked() as (found, _):
             if found is not None and self._own is not None and self._is_at_the_name(self._own):
-                os.unlink(self.path)
+                disk.current().unlink(self.path)
         self._close()
 
     @contextmanager
-    def _beside(self, content: bytes) -> Generator[tuple[str, int]]:
+    def _beside(self, content: bytes) -> Generator[tuple[str, BinaryIO]]:
         """A file of ``content`` beside that of the lock, which nobody else knows."""
         temporary = f"{self.path}.{uuid.uuid4().hex}"
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        file = disk.current().create(temporary, exclusive=True, mode=_MODE)
         try:
-            os.write(descriptor, content)
-            yield temporary, descriptor
+            file.write(content)
+            file.flush()
+            yield temporary, file
         finally:
-            if descriptor != self._own:
-                os.close(descriptor)
+            if file is not self._own:
+                with suppress(OSError):  # what did not fit does not fit now
+                    file.close()
             with suppress(FileNotFoundError):
-                os.unlink(temporary)
+                disk.current().unlink(temporary)
 
     @contextmanager
     def _locked(self) -> Generator[tuple[int | None, bool]]:
@@ -169,27 +176,28 @@ class LocalLockFile:
     def _create_without_link(self, content: bytes) -> bool:
         # For a moment it is empty, which is taken for somebody who is just beginning.
         try:
-            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+            file = disk.current().create(self.path, exclusive=True, mode=_MODE)
         except FileExistsError:
             return False
-        self._keep(descriptor)
-        os.write(descriptor, content)
+        self._keep(file)
+        file.write(content)
+        file.flush()
         return True
 
-    def _is_at_the_name(self, descriptor: int) -> bool:
+    def _is_at_the_name(self, file: BinaryIO) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except FileNotFoundError:
             return False
 
-    def _keep(self, descriptor: int) -> None:
+    def _keep(self, file: BinaryIO) -> None:
         self._close()
-        self._own = descriptor
+        self._own = file
 
     def _close(self) -> None:
         own, self._own = getattr(self, "_own", None), None
         if own is not None:
-            os.close(own)
+            own.close()
 
 
 class RemoteLockFile:
