@@ -5,6 +5,18 @@ The messages are small on purpose: sending one can never block on a writer that 
 
 from dataclasses import dataclass
 
+from torchtitan.components.checkpointer.pinned.meeting import Meeting
+from torchtitan.tools.disk import Disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """The first message: what a writer process is before it is asked for anything."""
+
+    meeting: Meeting
+    disk: Disk
+    """Through which it writes: the one of its trainer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:

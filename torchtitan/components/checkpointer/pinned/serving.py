@@ -25,6 +25,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -34,7 +35,8 @@ import torch
 
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting
-from torchtitan.components.checkpointer.pinned.messages import Reply, Request
+from torchtitan.components.checkpointer.pinned.messages import Reply, Request, Start
+from torchtitan.tools import disk
 from torchtitan.tools.errors import portable
 
 _PR_SET_PDEATHSIG = 1
@@ -87,14 +89,16 @@ def serve(
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     listener = threading.Thread(target=_listen, args=(connection, requests), daemon=True)
     listener.start()
-    answer = _joined(requests.get(), join, save, is_agreed)
-    gc.collect()
-    gc.freeze()  # Else each collection below would look at all of torch.
-    while True:
-        reply = answer(requests.get())
-        # Before the answer: the next request may need another mapping of the memory.
+    start: Start = requests.get()
+    with disk.using(start.disk):
+        answer = _joined(start.meeting, join, save, is_agreed)
         gc.collect()
-        connection.send(reply)
+        gc.freeze()  # Else each collection below would look at all of torch.
+        while True:
+            reply = answer(requests.get())
+            # Before the answer: the next request may need another mapping of the memory.
+            gc.collect()
+            connection.send(reply)
 
 
 def _joined(
@@ -128,6 +132,10 @@ def _listen(connection: Connection, requests: "queue.SimpleQueue[Any]") -> None:
         # The trainer has closed the connection, or is gone. At once, wherever the main thread is:
         # a tidy end would wait for a save that nobody wants any more.
         os._exit(0)
+    except BaseException:
+        # It cannot read what it is asked for, and without this thread nobody would ever hear of that.
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _die_with_trainer(trainer_pid: int) -> None:

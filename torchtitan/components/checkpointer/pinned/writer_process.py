@@ -13,8 +13,9 @@ import threading
 
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting, report_death
-from torchtitan.components.checkpointer.pinned.messages import Reply, Request
+from torchtitan.components.checkpointer.pinned.messages import Reply, Request, Start
 from torchtitan.components.checkpointer.waiting import FLAG, note_given_up
+from torchtitan.tools import disk
 from torchtitan.tools.logging import logger
 
 # Deaf to signals before the seconds that importing torch takes: a scheduler signals every process of
@@ -57,7 +58,7 @@ class WriterProcess:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self._connection.send(meeting)
+        self._connection.send(Start(meeting=meeting, disk=disk.current()))
         self._is_out_of_step = False
         self._in_use = threading.Lock()
 
