@@ -37,66 +37,11 @@ A network file system is taken for one of these after a sync. What another machi
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import NoReturn, Union
+from typing import NoReturn
 
+from tests.crash.inodes import Change, DirectoryInode, FileInode, Inode, LinkInode
 from tests.crash.operations import Kind, Operation
 from tests.crash.tree import Directory, EMPTY, File, Link, Node, Tree
-
-
-@dataclass(eq=False, slots=True)
-class FileInode:
-    """A file, whatever its names are."""
-
-    written: bytes = b""
-    synced: bytes = b""
-    is_emptied: bool = False
-    """Made empty since its last sync, so that ``written`` no longer begins with ``synced``."""
-    num_names: int = 0
-    number: int = 0
-    """Not 0 once it has had more than one name."""
-
-    @property
-    def is_synced(self) -> bool:
-        return not self.is_emptied and len(self.written) == len(self.synced)
-
-    @property
-    def kept(self) -> bytes:
-        """What no power cut takes, if what has been emptied stays so."""
-        return b"" if self.is_emptied else self.synced
-
-
-@dataclass(eq=False, slots=True)
-class DirectoryInode:
-    """A directory, whatever its name is."""
-
-    names: dict[str, "Inode"] = field(default_factory=dict)
-    durable: dict[str, "Inode"] = field(default_factory=dict)
-    last_changes: dict[str, int] = field(default_factory=dict)
-    """The number of the last change of each name."""
-
-
-@dataclass(eq=False, slots=True)
-class LinkInode:
-    """A symbolic link: durable as a whole, with its name."""
-
-    target: str
-
-
-Inode = Union[FileInode, DirectoryInode, LinkInode]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Change:
-    """Of the names of one directory, not durable yet."""
-
-    number: int
-    directory: DirectoryInode
-    effect: Mapping[str, Inode | None]
-    """What each name stands for afterwards; None if for nothing."""
-    needs: frozenset[int]
-    """The changes without which this one is not durable, if they are still pending."""
-    words: str
 
 
 Contents = Callable[[FileInode], bytes]
@@ -121,7 +66,7 @@ class DiskModel:
         """In the order in which they happened."""
         self.unsynced: dict[FileInode, str] = {}
         """Files with a content that is not durable, and the name that they were created with."""
-        self.root = self._begin(start, {})
+        self.root = self._begin(start, "", {})
 
     def apply(self, operation: Operation) -> None:
         """Let ``operation`` happen; raises ValueError if it cannot."""
@@ -133,7 +78,7 @@ class DiskModel:
             case Kind.SYNC_DIRECTORY:
                 self._sync_directory(self._directory(operation.path, operation))
             case Kind.MKDIR:
-                self._add(operation, DirectoryInode())
+                self._add(operation, DirectoryInode(operation.path))
             case Kind.SYMLINK:
                 self._add(operation, LinkInode(operation.target))
             case Kind.LINK:
@@ -177,6 +122,28 @@ class DiskModel:
         for number in changes:
             needed |= self.pending[number].needs
         return needed & self.pending.keys()
+
+    def file_of(self, operation: Operation) -> FileInode:
+        """What a write or a sync is of."""
+        # An open file is the same one whatever has become of its name.
+        inode: Inode | None = self._handles.get((operation.rank, operation.path))
+        if inode is None:
+            directory, name = self._place(operation.path, operation)
+            inode = directory.names.get(name)
+        if not isinstance(inode, FileInode):
+            _impossible(operation, f"there is no file at {operation.path!r}")
+        return inode
+
+    def durable_directories(self) -> set[DirectoryInode]:
+        """Those that a durable name leads to from the root."""
+        found: set[DirectoryInode] = set()
+        new = [self.root]
+        while new:
+            directory = new.pop()
+            if directory not in found:
+                found.add(directory)
+                new += (each for each in directory.durable.values() if isinstance(each, DirectoryInode))
+        return found
 
     # Names
 
@@ -297,13 +264,7 @@ class DiskModel:
         self._handles[operation.rank, operation.path] = inode
 
     def _write_or_sync(self, operation: Operation) -> None:
-        # An open file is the same one whatever has become of its name.
-        inode: Inode | None = self._handles.get((operation.rank, operation.path))
-        if inode is None:
-            directory, name = self._place(operation.path, operation)
-            inode = directory.names.get(name)
-        if not isinstance(inode, FileInode):
-            _impossible(operation, f"there is no file at {operation.path!r}")
+        inode = self.file_of(operation)
         if operation.kind is Kind.WRITE:
             inode.written += operation.content
         else:
@@ -318,13 +279,13 @@ class DiskModel:
 
     # From and to trees
 
-    def _begin(self, tree: Tree, files: dict[int, FileInode]) -> DirectoryInode:
-        directory = DirectoryInode()
+    def _begin(self, tree: Tree, path: str, files: dict[int, FileInode]) -> DirectoryInode:
+        directory = DirectoryInode(path)
         for name, node in tree.entries.items():
             inode: Inode
             match node:
                 case Directory():
-                    inode = self._begin(node, files)
+                    inode = self._begin(node, f"{path}/{name}".lstrip("/"), files)
                 case Link(target=target):
                     inode = LinkInode(target)
                 case File(content=content, number=number):
