@@ -1,0 +1,337 @@
+"""Bugs that a checkpointer could have, each as a small change of the sources.
+
+Every one is what somebody could write by mistake, or has written: a line left out, two lines in the other
+order, a question asked with the wrong answer. None of them shows while nothing goes wrong.
+
+    BUGS -> seeded_bugs.py; docs/reliability.md has them with their results
+"""
+
+from dataclasses import dataclass
+
+_OURS = "torchtitan/components/checkpointer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit:
+    """One change of one file."""
+
+    path: str
+    """From the root of the tree."""
+    old: str
+    """Stands there exactly once."""
+    new: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bug:
+    """Something that is wrong."""
+
+    name: str
+    what: str
+    """One sentence without its full stop, for a table."""
+    edits: tuple[Edit, ...]
+    arguments: tuple[str, ...] = ()
+    """For pytest besides: which tests are enough, where others would take long."""
+
+
+def _bug(name: str, what: str, path: str, old: str, new: str) -> Bug:
+    return Bug(name=name, what=what, edits=(Edit(path=path, old=old, new=new),))
+
+
+_WRITING = (
+    _bug(
+        "dcp-data-unsynced",
+        "`dcp` does not sync the files that it writes",
+        f"{_OURS}/dcp_writer.py",
+        "            disk.current().sync(file)\n",
+        "",
+    ),
+    _bug(
+        "dcp-other-ranks-unsynced",
+        "`dcp` syncs the index and what rank 0 writes, and not what the other ranks do",
+        f"{_OURS}/dcp_writer.py",
+        "            disk.current().sync(file)\n",
+        '            if Path(path).name.startswith(("__0_", ".")):\n'
+        "                disk.current().sync(file)\n",
+    ),
+    _bug(
+        "dcp-index-unsynced",
+        "`dcp` syncs all data, and not the index that makes it a checkpoint",
+        f"{_OURS}/dcp_writer.py",
+        "            disk.current().sync(file)\n",
+        '            if not Path(path).name.startswith("."):\n                disk.current().sync(file)\n',
+    ),
+    Bug(
+        name="dcp-index-in-place",
+        what="`dcp` writes the index under its own name, without a temporary one",
+        edits=(
+            Edit(
+                path=f"{_OURS}/dcp_writer.py",
+                old="        with disk.current().create(os.fspath(path)) as file:\n",
+                new="        path = Path(path).with_name(Path(path).name.removesuffix('.tmp'))\n"
+                "        with disk.current().create(os.fspath(path)) as file:\n",
+            ),
+            Edit(
+                path=f"{_OURS}/dcp_writer.py",
+                old="        disk.current().rename(os.fspath(path), os.fspath(new_path))\n",
+                new="",
+            ),
+            Edit(
+                path=f"{_OURS}/dcp_writer.py",
+                old="        disk.current().unlink(os.fspath(path))\n",
+                new="        return\n",
+            ),
+        ),
+    ),
+    _bug(
+        "manifest-in-place",
+        "`dcp` writes the manifest under its own name, without a temporary one",
+        f"{_OURS}/dcp_writer.py",
+        '        filesystem.write_bytes(f"{os.fspath(self.path)}/{MANIFEST}", content)\n',
+        '        with disk.current().create(f"{os.fspath(self.path)}/{MANIFEST}") as file:\n'
+        "            file.write(content)\n"
+        "            disk.current().sync(file)\n"
+        "        filesystem.fsync_dir(os.fspath(self.path))\n",
+    ),
+    _bug(
+        "small-files-unsynced",
+        "The manifest of `dcp` gets its name before its content is on the disk",
+        "torchtitan/tools/filesystem.py",
+        "            disk.current().sync(file)\n",
+        "",
+    ),
+    _bug(
+        "tc-data-unsynced",
+        "`torch_checkpointing` does not sync the files that it writes",
+        f"{_OURS}/tc/storage.py",
+        "                disk.current().sync(self._file)\n",
+        "                pass\n",
+    ),
+    _bug(
+        "folders-unsynced",
+        "The name of a new folder is never synced",
+        "torchtitan/tools/filesystem.py",
+        '        fsync_dir(os.path.dirname(directory) or ".")\n',
+        "        pass\n",
+    ),
+)
+
+_PUBLISHING = (
+    _bug(
+        "tc-names-unsynced",
+        "`torch_checkpointing` publishes a directory whose names were not synced",
+        f"{_OURS}/tc/storage.py",
+        "            filesystem.fsync_dir(os.fspath(src_path))\n        try:\n",
+        "            pass\n        try:\n",
+    ),
+    _bug(
+        "tc-publish-unsynced",
+        "`torch_checkpointing` does not sync the final name of a checkpoint",
+        f"{_OURS}/tc/storage.py",
+        "        for folder in dict.fromkeys((dst_path.parent, src_path.parent)):\n"
+        "            filesystem.fsync_dir(os.fspath(folder))\n",
+        "",
+    ),
+    Bug(
+        name="tc-publish-early",
+        what="`torch_checkpointing` publishes first, and syncs the names inside afterwards",
+        edits=(
+            Edit(
+                path=f"{_OURS}/tc/storage.py",
+                old="            filesystem.fsync_dir(os.fspath(src_path))\n        try:\n",
+                new="            pass\n        try:\n",
+            ),
+            Edit(
+                path=f"{_OURS}/tc/storage.py",
+                old="        for folder in dict.fromkeys((dst_path.parent, src_path.parent)):\n",
+                new="        for folder in (dst_path.parent, dst_path):\n",
+            ),
+        ),
+    ),
+    _bug(
+        "tc-in-place",
+        "`torch_checkpointing` writes where a checkpoint is looked for, without a staging directory",
+        f"{_OURS}/tc/defaults.py",
+        "        barrier_config=barrier,\n        checkpoint_write_barrier_timeout_sec=whole_seconds,\n",
+        "        barrier_config=barrier,\n        write_to_temp_dir=False,\n"
+        "        checkpoint_write_barrier_timeout_sec=whole_seconds,\n",
+    ),
+    _bug(
+        "dcp-marker-first",
+        "`dcp` puts an index there, to be filled later, before any data",
+        f"{_OURS}/dcp_writer.py",
+        "        return super().prepare_global_plan(plans)\n",
+        '        filesystem.write_bytes(f"{os.fspath(self.path)}/{MARKER}", b"")\n'
+        "        return super().prepare_global_plan(plans)\n",
+    ),
+    _bug(
+        "tc-early-answer",
+        "A rank calls its save complete before rank 0 has published it",
+        f"{_OURS}/tc/commit.py",
+        "        own = self._files_of(self._rank)\n",
+        "        if stop is _Stop.PUBLISHED and self._rank != 0:\n            return None\n"
+        "        own = self._files_of(self._rank)\n",
+    ),
+    _bug(
+        "early-answer",
+        "A save in the background is called complete as soon as it has begun",
+        f"{_OURS}/in_flight.py",
+        "            result_within(future, wait_seconds)\n    except FAILURES as error:\n"
+        "        if report is None:\n            raise\n        folder",
+        "            pass\n    except FAILURES as error:\n"
+        "        if report is None:\n            raise\n        folder",
+    ),
+)
+
+_REPLACING = (
+    _bug(
+        "delete-before-commit",
+        "A checkpoint whose step is saved again is deleted first",
+        f"{_OURS}/housekeeping.py",
+        "        aside = put_aside(self._storage, self.folder, path)\n",
+        '        self._remove(path, "whose step is saved again")\n        aside = path\n',
+    ),
+    _bug(
+        "write-over",
+        "A checkpoint whose step is saved again is written over, and put nowhere before",
+        f"{_OURS}/housekeeping.py",
+        "        aside = put_aside(self._storage, self.folder, path)\n",
+        "        aside = path\n",
+    ),
+    _bug(
+        "replaced-deleted-early",
+        "What waits for a save of its step is deleted although that save has died",
+        f"{_OURS}/housekeeping.py",
+        "            if path in waiting or is_going or self._is_left_or_damaged(step, path):\n",
+        "            if is_going or self._is_left_or_damaged(step, path):\n",
+    ),
+    _bug(
+        "replaced-preferred",
+        "What was replaced is loaded in the place of what has replaced it",
+        f"{_OURS}/discovery.py",
+        "            candidates[step] = [*there, path] if is_replaced else [path, *there]\n",
+        "            candidates[step] = [path, *there]\n",
+    ),
+)
+
+_ROLLING_BACK = (
+    _bug(
+        "future-stays",
+        "After a rollback the checkpoints of the history that was left stay where they are",
+        f"{_OURS}/housekeeping.py",
+        "        if self._history_settled or self._loaded_step is None:\n",
+        "        if True:\n",
+    ),
+    _bug(
+        "loaded-step-leaves",
+        "The step that was gone back to is put aside with the history that was left",
+        f"{_OURS}/housekeeping.py",
+        "if newer > step}\n",
+        "if newer >= step}\n",
+    ),
+)
+
+_DELETING = (
+    _bug(
+        "one-too-few",
+        "Retention keeps one checkpoint less than it should while a save is written",
+        f"{_OURS}/retention.py",
+        "        gone = self._beyond(full, self.keep_latest - needs_place)\n",
+        "        gone = self._beyond(full, self.keep_latest - needs_place - 1)\n",
+    ),
+    _bug(
+        "leftovers-take-places",
+        "Retention counts directories that a save has left which died",
+        f"{_OURS}/purging.py",
+        "    is_complete = not is_staging and finder.is_complete_for_any(path)\n",
+        "    is_complete = not is_staging\n",
+    ),
+    _bug(
+        "pins-ignored",
+        "Retention does not look for a file PIN",
+        f"{_OURS}/retention.py",
+        "        return not self.is_pinned and not self.is_protected\n",
+        "        return not self.is_protected\n",
+    ),
+    _bug(
+        "no-tombstone",
+        "A deletion begins with any file, and leaves the manifest until its turn comes",
+        f"{_OURS}/storage.py",
+        "    for marker in markers:\n",
+        "    for marker in ():\n",
+    ),
+    _bug(
+        "renames-unsynced",
+        "A new name is not synced, such as that by which a deletion begins",
+        "torchtitan/tools/filesystem.py",
+        "    fsync_dir(dst_folder)\n    if src_folder != dst_folder:\n        fsync_dir(src_folder)\n",
+        "",
+    ),
+    _bug(
+        "deletions-stay-cut",
+        "What a deletion has left that was cut short is never deleted",
+        f"{_OURS}/purging.py",
+        "        for path in (*purge.half_deleted, *purge.expired):\n",
+        "        for path in purge.expired:\n",
+    ),
+    _bug(
+        "leftovers-stay",
+        "What a save has left that died is never deleted",
+        f"{_OURS}/purging.py",
+        "        for path in purge.abandoned:\n            self._remove_leftover(path)\n",
+        "",
+    ),
+)
+
+_STARTING = (
+    _bug(
+        "unfinished-counts",
+        "A directory counts as a checkpoint without an index and without a manifest",
+        f"{_OURS}/discovery.py",
+        "        if found is not None or not self.storage.isfile(filesystem.join(path, MANIFEST)):\n"
+        "            return found\n",
+        "        if found is not None:\n            return found\n",
+    ),
+    _bug(
+        "oldest-first",
+        "A start looks for the oldest full checkpoint first",
+        f"{_OURS}/discovery.py",
+        "        for step in sorted(self.step_paths.keys() - {0}, reverse=True):\n",
+        "        for step in sorted(self.step_paths.keys() - {0}):\n",
+    ),
+    _bug(
+        "leftovers-taken-over",
+        "What a save has left that died becomes part of the next one of its step",
+        f"{_OURS}/torch_checkpointing.py",
+        "        return self._clear_leftover(staging_id) if self._storage.isdir(staging_id) else []\n",
+        "        return []\n",
+    ),
+)
+
+_FAILING = (
+    _bug(
+        "faults-swallowed",
+        "An error of a sync is passed over",
+        f"{_OURS}/tc/storage.py",
+        "                disk.current().sync(self._file)\n",
+        "                try:\n                    disk.current().sync(self._file)\n"
+        "                except OSError:\n                    pass\n",
+    ),
+    _bug(
+        "failed-save-counts",
+        "`dcp` tells that a save has failed, and leaves its index there",
+        f"{_OURS}/dcp_writer.py",
+        "            self._take_back()\n",
+        "",
+    ),
+)
+
+BUGS = (
+    *_WRITING,
+    *_PUBLISHING,
+    *_REPLACING,
+    *_ROLLING_BACK,
+    *_DELETING,
+    *_STARTING,
+    *_FAILING,
+)
