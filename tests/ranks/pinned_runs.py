@@ -1,7 +1,5 @@
 """What the tests of saves through a writer process share."""
 
-import os
-import select
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,6 @@ from tests.unit_tests.components.checkpointer.ways import stager_of, Way
 
 # Starting a writer process takes 3 s of CPU; many at once on few cores take far longer.
 PATIENCE = {"timeout_seconds": 240.0}
-
-
-def children(of: int | None = None) -> list[int]:
-    """The processes that this one, or the process ``of``, has started and not yet seen end."""
-    tasks = Path(f"/proc/{of or 'self'}/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
 def writer_pid(run: Run) -> int:
@@ -33,14 +25,3 @@ def load_newest(folder: Path, way: Way) -> Any:
     run.manager.states["ballast"] = torch.zeros(2 * 2**20)
     assert run.manager.load()
     return run.step, run.snapshot()
-
-
-def await_end(pids: list[int]) -> None:
-    """Wait until processes of which this one is not the parent are gone."""
-    for pid in pids:
-        try:
-            watch = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        assert select.select([watch], [], [], 30)[0], f"process {pid} lives on"
-        os.close(watch)

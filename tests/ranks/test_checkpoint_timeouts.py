@@ -16,8 +16,8 @@ from torchtitan.components.checkpointer.waiting import leave_if_given_up
 from torchtitan.config import CommConfig
 from torchtitan.distributed import utils
 
-from tests.ranks.pinned_runs import children
 from tests.ranks.pool import end_of_ranks, run_on_ranks
+from tests.ranks.processes import children
 from tests.ranks.steering import await_end_of_save, BEFORE_DATA, hang, Steering
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
 from tests.unit_tests.components.checkpointer.ways import (

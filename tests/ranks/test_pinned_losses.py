@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.pinned import memory
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 
-from tests.ranks.pinned_runs import children, load_newest, PATIENCE, writer_pid
+from tests.ranks.pinned_runs import load_newest, PATIENCE, writer_pid
 from tests.ranks.pool import run_on_ranks
+from tests.ranks.processes import children
 from tests.ranks.steering import await_end_of_save, BEFORE_DATA, disk_full, Hold, Steering
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of
 from tests.unit_tests.components.checkpointer.ways import over, PINNED, saves_in_background, TC, Way

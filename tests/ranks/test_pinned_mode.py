@@ -18,8 +18,9 @@ from torchtitan.components.checkpointer.tc.leaves import leaves
 from torchtitan.components.checkpointer.tc.metadata_file import read_metadata
 from torchtitan.tools.signals import StopRequested, StopSignals
 
-from tests.ranks.pinned_runs import await_end, children, load_newest, PATIENCE, writer_pid
+from tests.ranks.pinned_runs import load_newest, PATIENCE, writer_pid
 from tests.ranks.pool import end_of_ranks, run_on_ranks
+from tests.ranks.processes import await_end, children
 from tests.ranks.steering import BEFORE_DATA, COMMIT, Hold, Steering
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
 from tests.unit_tests.components.checkpointer.ways import (

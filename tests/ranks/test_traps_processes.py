@@ -41,8 +41,9 @@ from torchtitan.components.checkpointer.tc.defaults import (
 )
 
 from tests.ranks import slow_writer
-from tests.ranks.pinned_runs import await_end, PATIENCE
+from tests.ranks.pinned_runs import PATIENCE
 from tests.ranks.pool import run_on_ranks
+from tests.ranks.processes import await_end
 from tests.ranks.steering import BEFORE_DATA, Hold, Steering
 from tests.ranks.traps import run_with
 from tests.unit_tests.components.checkpointer.runs import build_run, names

@@ -15,7 +15,7 @@ from benchmarks.harness.program import DOCS
 from benchmarks.harness.ranks import ROOT
 from benchmarks.train_step import StepOptions
 
-from tests.ranks.pinned_runs import await_end
+from tests.ranks.processes import await_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
