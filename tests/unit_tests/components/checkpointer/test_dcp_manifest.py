@@ -2,9 +2,10 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torchtitan.components.checkpointer import dcp_writer
 from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import cause_of, CheckpointSaveError
 from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES
-from torchtitan.components.checkpointer.integrity.manifest import head_of, RunDescription
-from torchtitan.tools import filesystem
+from torchtitan.components.checkpointer.integrity.manifest import head_of, MANIFEST, RunDescription
+from torchtitan.tools import disk
+from torchtitan.tools.disk import Disk
 
 from tests.unit_tests.components.checkpointer.recomputed import manifest_in, require_true
 from tests.unit_tests.components.checkpointer.runs import build_run
 from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, Way
+from tests.unit_tests.noting_disk import NotingDisk
 
 HEAD = head_of(7, "full", "dcp", 1, None)
 
@@ -79,60 +82,40 @@ def test_what_is_no_step_gets_none(tmp_path: Path) -> None:
 
 
 def events_of_a_save(path: Path) -> list[str]:
-    """Each sync, rename and deletion of one save into the directory ``path``, in order."""
-    found: list[str] = []
-    real = {name: getattr(os, name) for name in ("fsync", "rename", "unlink")}
-
-    def note(what: str, *targets: Any) -> None:
-        names = (os.path.relpath(os.path.realpath(target), path.parent) for target in targets)
-        found.append(f"{what} {' '.join(names)}")
-
-    def fsync(descriptor: int) -> None:
-        note("sync", f"/proc/self/fd/{descriptor}")
-        real["fsync"](descriptor)
-
-    def move(source: Any, target: Any) -> None:
-        note("rename", source, target)
-        real["rename"](source, target)
-
-    def unlink(target: Any) -> None:
-        if os.path.exists(target):
-            note("delete", target)
-        real["unlink"](target)
-
-    with (
-        patch.object(os, "fsync", fsync),
-        patch.object(os, "rename", move),
-        patch.object(os, "unlink", unlink),
-    ):
+    """What one save into the directory ``path`` does to the disk, in order."""
+    noting = NotingDisk(path.parent)
+    with disk.using(noting):
         save(path, {"w": torch.ones(3)})
-    return found
+    return noting.noted
 
 
 COMMIT = [
+    "create step-7/__0_0.distcp",
     "sync step-7/__0_0.distcp",
-    "sync step-7",
+    "sync_directory step-7",
+    "create step-7/.metadata.tmp",
     "sync step-7/.metadata.tmp",
     "rename step-7/.metadata.tmp step-7/.metadata",
-    "sync step-7",
-    "sync .",
+    "sync_directory step-7",
+    "sync_directory .",
+    "create step-7/manifest.json.tmp",
     "sync step-7/manifest.json.tmp",
     "rename step-7/manifest.json.tmp step-7/manifest.json",
-    "sync step-7",
+    "sync_directory step-7",
 ]
 
 
 def test_it_is_written_when_all_it_speaks_of_is_durable(tmp_path: Path) -> None:
-    assert events_of_a_save(tmp_path / "step-7") == ["sync .", *COMMIT]
+    assert events_of_a_save(tmp_path / "step-7") == ["mkdir step-7", "sync_directory .", *COMMIT]
 
 
 def test_it_goes_first_when_another_checkpoint_is_written_over(tmp_path: Path) -> None:
     save(tmp_path / "step-7", {"w": torch.zeros(3)})
     gone = [
-        "delete step-7/manifest.json",
-        "sync step-7",
-        "delete step-7/.metadata",
-        "sync step-7",
+        "unlink step-7/manifest.json",
+        "sync_directory step-7",
+        "unlink step-7/.metadata",
+        "sync_directory step-7",
     ]
     assert events_of_a_save(tmp_path / "step-7") == gone + COMMIT
     require_true(tmp_path / "step-7")
@@ -149,6 +132,17 @@ def test_what_is_written_over_is_no_checkpoint_while_that_lasts(tmp_path: Path) 
     assert os.listdir(tmp_path / "step-7") == ["__0_0.distcp"]
 
 
+class Naming(Disk):
+    """Calls ``act`` instead of giving a manifest its name."""
+
+    def __init__(self, act: Callable[[str, str], None]) -> None:
+        self._act = act
+
+    def rename(self, src: str, dst: str) -> None:
+        act = self._act if dst.endswith(MANIFEST) else super().rename
+        act(src, dst)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_run_that_dies_just_before_it_leaves_a_checkpoint_that_loads_unverified(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -158,10 +152,9 @@ def test_a_run_that_dies_just_before_it_leaves_a_checkpoint_that_loads_unverifie
 
     def die(source: str, target: str) -> None:
         shutil.copytree(tmp_path / "a", tmp_path / "b")
-        filesystem.rename(source, target)
+        os.rename(source, target)
 
-    with patch.object(dcp_writer, "filesystem", wraps=filesystem) as seen:
-        seen.rename = die
+    with disk.using(Naming(die)):
         run.train(2)
     saved = run.snapshot()
     run.manager.close()
@@ -176,8 +169,11 @@ def test_a_run_that_dies_just_before_it_leaves_a_checkpoint_that_loads_unverifie
 @pytest.mark.usefixtures("one_rank")
 def test_a_save_that_fails_to_write_it_does_not_count(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    with patch.object(dcp_writer, "filesystem", wraps=filesystem) as full:
-        full.rename.side_effect = OSError(28, "No space left on device")
+
+    def full(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with disk.using(Naming(full)):
         with pytest.raises(CheckpointSaveError, match="No space left"):
             run.train(1)
     assert ".metadata" not in os.listdir(tmp_path / "checkpoint/step-1")
@@ -196,14 +192,13 @@ def test_whatever_prevents_it_the_save_does_not_count(tmp_path: Path, error: Any
 
 
 def renamed_in_spite_of(error: BaseException) -> Any:
-    """Stands for ``filesystem``: the directory of a file that has its name cannot be synced."""
+    """On a disk where the directory of a manifest that has its name cannot be synced."""
 
     def rename(source: str, target: str) -> None:
         os.rename(source, target)
         raise error
 
-    stand_in = MagicMock(wraps=filesystem, rename=rename)
-    return patch.object(dcp_writer, "filesystem", stand_in)
+    return disk.using(Naming(rename))
 
 
 def test_it_does_not_stay_behind_when_its_name_cannot_be_made_durable(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, Shard
 from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
 from torchtitan.components.checkpointer.errors import cause_of
+from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
+from torchtitan.tools import disk
+
+from tests.unit_tests.noting_disk import NotingDisk
 
 
 def storages(state: dict[str, Any]) -> dict[str, int]:
@@ -114,44 +117,55 @@ def test_parameters_that_need_gradients_are_staged_without_them() -> None:
 
 
 def events_of_a_save(path: Path) -> list[str]:
-    """Each rename and sync of one save, in order, with paths below ``path``."""
-    found: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def name(target: Any) -> str:
-        return os.path.relpath(os.path.realpath(target), path)
-
-    def recorded_fsync(descriptor: int) -> None:
-        found.append(f"sync {name(f'/proc/self/fd/{descriptor}')}")
-        fsync(descriptor)
-
-    def recorded_rename(source: Path, target: Path) -> Path:
-        found.append(f"rename {name(source)} {name(target)}")
-        return rename(source, target)
-
+    """What one save does to the disk, in order, with paths below ``path``."""
     writer = DurableFileSystemWriter(str(path / "new/checkpoint/step-1"))
-    with patch.object(os, "fsync", recorded_fsync), patch.object(Path, "rename", recorded_rename):
+    noting = NotingDisk(path)
+    with disk.using(noting):
         torch_dcp.save(
             {"w": torch.ones(3)}, storage_writer=writer, checkpoint_id=writer.path, no_dist=True
         )
-    return found
+    return noting.noted
 
 
 def test_every_name_is_durable_before_the_one_that_relies_on_it(tmp_path: Path) -> None:
     step = "new/checkpoint/step-1"
     events = events_of_a_save(tmp_path)
     order = [
-        "sync .",  # names new
-        "sync new",  # names checkpoint
-        "sync new/checkpoint",  # names step-1
+        "mkdir new",
+        "mkdir new/checkpoint",
+        f"mkdir {step}",
+        "sync_directory .",  # names new
+        "sync_directory new",  # names checkpoint
+        "sync_directory new/checkpoint",  # names step-1
+        f"create {step}/__0_0.distcp",
         f"sync {step}/__0_0.distcp",
-        f"sync {step}",  # names the data file
+        f"sync_directory {step}",  # names the data file
+        f"create {step}/.metadata.tmp",
         f"sync {step}/.metadata.tmp",
         f"rename {step}/.metadata.tmp {step}/.metadata",
-        f"sync {step}",  # names .metadata
-        "sync new/checkpoint",
+        f"sync_directory {step}",  # names .metadata
+        "sync_directory new/checkpoint",
     ]
     assert events == order
+
+
+@pytest.mark.parametrize("head", [None, head_of(1, "full", "dcp", 1, None)])
+def test_all_of_each_file_is_written_when_it_is_synced(
+    tmp_path: Path, head: Head | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = dict[str, int](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isfile(path):
+            synced[os.path.basename(path).removesuffix(".tmp")] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    writer = DurableFileSystemWriter(str(tmp_path), head=head)
+    state = {"w": torch.ones(3), "steps": list(range(100))}
+    torch_dcp.save(state, storage_writer=writer, checkpoint_id=writer.path, no_dist=True)
+    assert synced == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
 
 
 def test_a_writer_without_a_kept_stager_stages_as_dcp_does(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from torchtitan.components.checkpointer.discovery import Kind
 from torchtitan.components.checkpointer.formats import CheckpointFiles, DCP, finder, MARKERS
 from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
 from torchtitan.components.checkpointer.storage import DELETED, FilesystemStorage
-from torchtitan.tools import filesystem
+from torchtitan.tools import disk, filesystem
+from torchtitan.tools.disk import Disk
 
 
 def checkpoint(folder: Path, marker: str) -> Path:
@@ -26,30 +26,31 @@ def checkpoint(folder: Path, marker: str) -> Path:
 
 @pytest.mark.parametrize("marker", [marker for marker in MARKERS if marker != MANIFEST])
 def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(
-    tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, marker: str
 ) -> None:
     path = checkpoint(tmp_path, marker)
     (path / MANIFEST).write_bytes(b"bytes")
 
-    def killed(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+    class Killed(Disk):
+        def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+            if os.path.basename(path) == DELETED:
+                raise KeyboardInterrupt
+            super().unlink(path, dir_fd=dir_fd)
 
     storage = CheckpointFiles()
     is_anyones = finder(DCP, storage, frozenset()).is_complete_for_any
     assert is_anyones(str(path))
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            storage.remove(str(path))
+    with disk.using(Killed()), pytest.raises(KeyboardInterrupt):
+        storage.remove(str(path))
     assert not is_anyones(str(path)) and not (path / MANIFEST).exists()
-    assert (path / DELETED).exists(), "it is known for what it is"
+    assert os.listdir(path) == [DELETED], "it is known for what it is"
     storage.remove(str(path))
     assert not path.exists()
 
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_what_says_that_it_is_deleted_needs_no_space_and_goes_last(
-    tmp_path: Path, committed: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, committed: bool
 ) -> None:
     path = checkpoint(tmp_path, MARKER)
     first = path / (MANIFEST if committed else MARKER)
@@ -57,19 +58,15 @@ def test_what_says_that_it_is_deleted_needs_no_space_and_goes_last(
     (path / "inside").mkdir()
     (path / "inside/file").touch()
 
-    def cannot(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError
+    class Stubborn(Disk):
+        def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+            if path.endswith("~last"):
+                raise PermissionError
+            super().unlink(path, dir_fd=dir_fd)
 
     # One file cannot be deleted: all others go, and what is left is still known.
-    unlink = os.unlink
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            os,
-            "unlink",
-            lambda p, **how: cannot() if str(p).endswith("~last") else unlink(p, **how),
-        )
-        with pytest.raises(OSError, match="could not be deleted completely"):
-            CheckpointFiles().remove(str(path))
+    with disk.using(Stubborn()), pytest.raises(OSError, match="could not be deleted completely"):
+        CheckpointFiles().remove(str(path))
     assert sorted(os.listdir(path)) == [DELETED, "~last"]
     assert (path / DELETED).read_bytes() == b"what was the first"
     CheckpointFiles().remove(str(path))

@@ -10,7 +10,8 @@ from torchtitan.components.checkpointer.pinned import serving
 from torchtitan.components.checkpointer.pinned.arena import Arena
 from torchtitan.components.checkpointer.pinned.meeting import Meeting, WriterMissingError
 from torchtitan.components.checkpointer.pinned.messages import Reply, Request
-from torchtitan.components.checkpointer.pinned.writer_process import WriterProcess
+from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError, WriterProcess
+from torchtitan.tools import disk
 
 from tests.unit_tests.components.checkpointer.pinned import program
 
@@ -43,6 +44,36 @@ def test_a_program_is_found_by_its_name_and_keeps_what_joining_gave_it() -> None
     finally:
         process.end()
         arena.close()
+
+
+def test_a_writer_process_writes_through_the_disk_of_the_moment_it_was_started() -> None:
+    arena = Arena()
+    arena.reserve(100)
+    with disk.using(program.OtherDisk()):
+        process = WriterProcess(arena, ALONE, program=program.__name__)
+    try:
+        for _ in range(2):
+            with pytest.raises(program.Agreed, match="writes through OtherDisk"):
+                process.save(request(arena, "disk"))
+    finally:
+        process.end()
+        arena.close()
+
+
+def test_a_writer_process_that_cannot_read_what_it_is_sent_ends(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    arena = Arena()
+    arena.reserve(100)
+    with disk.using(program.StrangeDisk()):
+        process = WriterProcess(arena, ALONE, program=program.__name__)
+    try:
+        with pytest.raises(WriterDiedError, match="with exit code 1"):
+            process.save(request(arena, "write"))
+    finally:
+        process.end()
+        arena.close()
+    assert "cannot be made here" in capfd.readouterr().err
 
 
 def test_a_process_that_could_not_join_answers_every_request_with_the_reason() -> None:

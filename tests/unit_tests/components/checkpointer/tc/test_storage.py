@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,13 +28,15 @@ from torchtitan.components.checkpointer.tc.storage import (
     DurableStorageConfig,
 )
 from torchtitan.components.checkpointer.tc.writer import Writer
+from torchtitan.tools import disk
+from torchtitan.tools.disk import Disk
 
 from tests.unit_tests.components.checkpointer.tc.memory_storage import InMemory, MemoryStorage
 
 ALONE = RankInfo(0, 1, 0, 1)
 
 
-class Disk:
+class Syncs:
     """What was made durable, in order; each entry with the names that were there at the time."""
 
     def __init__(self, root: Path) -> None:
@@ -50,8 +51,8 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    found, fsync = Disk(tmp_path), os.fsync
+def synced(tmp_path: Path) -> Iterator[Syncs]:
+    found, fsync = Syncs(tmp_path), os.fsync
 
     def sync(descriptor: int) -> None:
         found.note(descriptor)
@@ -67,24 +68,24 @@ def storage() -> DurableStorage:
 
 
 def test_a_file_is_on_the_disk_whole_when_it_is_closed(
-    disk: Disk, storage: DurableStorage, tmp_path: Path
+    synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     storage.write(tmp_path / "whole", b"abc")
     with storage.stream_write(tmp_path / "streamed") as stream:
         stream.write(memoryview(b"abcd"))
-        assert disk.synced == [("whole", ["3"])]
-    assert disk.synced == [("whole", ["3"]), ("streamed", ["4"])]
+        assert synced.synced == [("whole", ["3"])]
+    assert synced.synced == [("whole", ["3"]), ("streamed", ["4"])]
     assert (tmp_path / "streamed").read_bytes() == b"abcd"
 
 
 def test_a_file_that_failed_is_closed_and_not_synced(
-    disk: Disk, storage: DurableStorage, tmp_path: Path
+    synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     stream: Any = storage.stream_write(tmp_path / "half")
     file = stream.__enter__()._file
     stream.write(b"ab")
     stream.__exit__(KeyError, KeyError(), None)
-    assert file.closed and disk.synced == []
+    assert file.closed and synced.synced == []
 
 
 def test_a_file_whose_sync_fails_is_closed_and_the_error_told(
@@ -99,25 +100,25 @@ def test_a_file_whose_sync_fails_is_closed_and_the_error_told(
 
 
 def test_new_directories_are_durable_with_all_their_missing_parents(
-    disk: Disk, storage: DurableStorage, tmp_path: Path
+    synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     storage.mkdir(tmp_path / "a/b")
-    assert disk.synced == [(".", ["a"]), ("a", ["b"])]
+    assert synced.synced == [(".", ["a"]), ("a", ["b"])]
     storage.mkdir(tmp_path / "a/b")
     with pytest.raises(FileExistsError):
         storage.mkdir(tmp_path / "a/b", recursive=False)
     storage.mkdir(tmp_path / "a/c", recursive=False)
-    assert sorted(os.listdir(tmp_path / "a")) == ["b", "c"] and len(disk.synced) == 2
+    assert sorted(os.listdir(tmp_path / "a")) == ["b", "c"] and len(synced.synced) == 2
 
 
 def test_what_is_in_a_directory_is_durable_before_it_has_its_name(
-    disk: Disk, storage: DurableStorage, tmp_path: Path
+    synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     (tmp_path / "from/tmp_step-1").mkdir(parents=True)
     (tmp_path / "from/tmp_step-1/model_0.pt").touch()
     (tmp_path / "to").mkdir()
     storage.rename(tmp_path / "from/tmp_step-1", tmp_path / "to/step-1", is_directory=True)
-    assert disk.synced == [
+    assert synced.synced == [
         ("from/tmp_step-1", ["model_0.pt"]),
         ("to", ["step-1"]),
         ("from", []),
@@ -125,15 +126,15 @@ def test_what_is_in_a_directory_is_durable_before_it_has_its_name(
 
 
 def test_a_rename_within_a_folder_syncs_it_once_and_a_file_has_no_contents_to_sync(
-    disk: Disk, storage: DurableStorage, tmp_path: Path
+    synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     (tmp_path / "old").touch()
     storage.rename(tmp_path / "old", tmp_path / "new")
-    assert disk.synced == [(".", ["new"])]
+    assert synced.synced == [(".", ["new"])]
 
 
 def test_a_name_that_is_taken_is_refused_and_nothing_is_lost(
-    disk: Disk, storage: DurableStorage, tmp_path: Path
+    synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     for name in ("tmp_step-1", "step-1"):
         (tmp_path / name).mkdir()
@@ -142,20 +143,20 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_lost(
         storage.rename(tmp_path / "tmp_step-1", tmp_path / "step-1", is_directory=True)
     for name in ("tmp_step-1", "step-1"):
         assert (tmp_path / name / "model_0.pt").read_text() == name
-    assert [path for path, _ in disk.synced] == ["tmp_step-1"]
+    assert [path for path, _ in synced.synced] == ["tmp_step-1"]
 
 
 def test_a_deletion_is_durable_and_of_nothing_is_none(
-    disk: Disk, storage: DurableStorage, tmp_path: Path
+    synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     storage.delete(tmp_path / "file")
     storage.delete(tmp_path / "file")
-    assert disk.synced == [(".", [])]
+    assert synced.synced == [(".", [])]
 
 
 def test_a_whole_save_is_durable_before_and_after_it_has_its_name(
-    disk: Disk, tmp_path: Path
+    synced: Syncs, tmp_path: Path
 ) -> None:
     args = CheckpointWriterArgs(
         config=CheckpointWriterConfig(barrier_config=CommitBarrierConfig()),
@@ -166,13 +167,13 @@ def test_a_whole_save_is_durable_before_and_after_it_has_its_name(
     info = CheckpointWriteInfo(items, serialized_distributed_metadata=b"metadata")
     Writer(args, lambda: GroupCommit(ALONE, None)).write(str(tmp_path / "step-1"), info)
     written = ["metadata.pkl", "model_0.pt", "optimizer_0.pt"]
-    assert [path for path, _ in disk.synced] == [
+    assert [path for path, _ in synced.synced] == [
         ".",
         *(f"tmp_step-1/{name}" for name in ("model_0.pt", "optimizer_0.pt", "metadata.pkl")),
         "tmp_step-1",
         ".",
     ]
-    assert disk.synced[-2:] == [("tmp_step-1", written), (".", ["step-1"])]
+    assert synced.synced[-2:] == [("tmp_step-1", written), (".", ["step-1"])]
 
 
 def test_it_reads_and_writes_without_direct_io_unless_it_is_told(tmp_path: Path) -> None:
@@ -255,26 +256,36 @@ def test_a_storage_far_away_is_asked_for_many_sizes_at_a_time() -> None:
     assert list(sizes.items()) == [("a", 3), ("b", 3)]
 
 
+class KilledAt(Disk):
+    """Whoever deletes the file ``name`` is killed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+        if os.path.basename(path) == self._name:
+            raise KeyboardInterrupt
+        super().unlink(path, dir_fd=dir_fd)
+
+
 @pytest.mark.parametrize("marker", MARKERS)
 def test_a_deletion_cut_short_leaves_no_complete_checkpoint(
-    marker: str, disk: Disk, storage: DurableStorage, tmp_path: Path
+    marker: str, synced: Syncs, storage: DurableStorage, tmp_path: Path
 ) -> None:
     path = tmp_path / "step-1"
     path.mkdir()
     for name in (marker, "model_0.pt"):
         (path / name).touch()
-    with patch.object(Path, "iterdir", side_effect=KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            BackendCheckpointStorage(storage).remove(str(path))
+    with disk.using(KilledAt("model_0.pt")), pytest.raises(KeyboardInterrupt):
+        BackendCheckpointStorage(storage).remove(str(path))
     # What makes it complete has become what says that it is not, and that is on the disk.
-    ((folder, left),) = disk.synced
+    ((folder, left),) = synced.synced
     assert folder == "step-1" and sorted(left) == sorted(os.listdir(path)) == [
         DELETED,
         "model_0.pt",
     ]
-    with patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            BackendCheckpointStorage(storage).remove(str(path))
+    with disk.using(KilledAt(DELETED)), pytest.raises(KeyboardInterrupt):
+        BackendCheckpointStorage(storage).remove(str(path))
     assert os.listdir(path) == [DELETED], "it goes last"
     BackendCheckpointStorage(storage).remove(str(path))
     assert not path.exists()
