@@ -76,7 +76,7 @@ class DiskModel:
             case Kind.WRITE | Kind.SYNC:
                 self._write_or_sync(operation)
             case Kind.SYNC_DIRECTORY:
-                self._sync_directory(self._directory(operation.path, operation))
+                self.make_durable(self._directory(operation.path, operation))
             case Kind.MKDIR:
                 self._add(operation, DirectoryInode(operation.path))
             case Kind.SYMLINK:
@@ -122,6 +122,13 @@ class DiskModel:
         for number in changes:
             needed |= self.pending[number].needs
         return needed & self.pending.keys()
+
+    def make_durable(self, directory: DirectoryInode) -> None:
+        """The names in ``directory``, as a sync of it does."""
+        own = [number for number, each in self.pending.items() if each.directory is directory]
+        for number in sorted(self.closed(own)):
+            change = self.pending.pop(number)
+            _apply_to(change.directory.durable, change)
 
     def file_of(self, operation: Operation) -> FileInode:
         """What a write or a sync is of."""
@@ -235,12 +242,6 @@ class DiskModel:
         _apply_to(directory.names, change)
         self.pending[self._numbers] = change
         return self._numbers
-
-    def _sync_directory(self, directory: DirectoryInode) -> None:
-        own = [number for number, each in self.pending.items() if each.directory is directory]
-        for number in sorted(self.closed(own)):
-            change = self.pending.pop(number)
-            _apply_to(change.directory.durable, change)
 
     def _has_several_names(self, file: FileInode) -> None:
         self._numbers += 1
