@@ -1,20 +1,33 @@
 """The orders in which several ranks can have done what each of them did.
 
 A recorded history has one order; a crash may fall where one rank is far ahead of another one. Each rank
-keeps its own order. Between two meetings of all ranks they know nothing of each other, so there any
-order could have been, except of two operations of which one makes a name that the other one uses.
+keeps its own order. Where ranks wait for others these have done all that comes before. Else any order
+could have been, except of two operations of which one makes or takes a name that the other one uses.
 
     operations, with notes MEET -> orders -> crash_points
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from tests.crash.operations import Kind, MEET, Operation
+from tests.crash.operations import FROM_RANK_ZERO, Kind, MEET, Operation, TO_RANK_ZERO
 from tests.crash.points import crash_points, CrashPoint
 from tests.crash.tree import EMPTY, Tree
 
-_ORDERS_BY_CHANCE = 4
+_BY_CHANCE_IN = 8
+"""One of so many orders goes back and forth by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Operations of several ranks, all or as many as there are before they stop."""
+
+    operations: list[Operation]
+    first: int = 1
+    """What was before this one comes in another order as well."""
 
 
 def interleaved_points(
@@ -23,50 +36,39 @@ def interleaved_points(
     """What crashes leave in any of the ``orders``; what several of them have in common comes once."""
     seen: set[object] = set()
     for order in orders(operations, limit, seed):
-        yield from crash_points(order, start, seen)
+        yield from crash_points(order.operations, start, seen, order.first)
 
 
 def orders(
     operations: Sequence[Operation], limit: int | None = None, seed: int = 0
-) -> Iterator[list[Operation]]:
-    """The recorded order; others in which each consistent cut of two ranks is passed; some by chance.
+) -> Iterator[Order]:
+    """The recorded order, others that pass each consistent cut of two ranks, and some by chance.
 
-    A cut says how much each rank has done. In the k-th order one rank does k operations after each
-    meeting and then waits until the others have come to the next one.
+    A cut says how much each rank has done. For each operation of each rank there is an order in which
+    nobody does what need not be done before it, and then the others all they can without that rank.
 
     Args:
         limit: so many orders at most, evenly chosen, of which the recorded one is the first.
     """
-    history = _History(operations)
-    ranks = sorted({each.rank for each in operations})
-    longest = max(history.longest_stretch(rank) for rank in ranks) if operations else 0
-    plans = [(rank, count) for rank in ranks for count in range(longest + 1)]
-    if len(ranks) == 2:
-        # One that lags behind is one that the other has left.
-        plans = [(rank, count) for rank, count in plans if rank == ranks[0]]
+    history = History(operations)
+    yield Order(list(operations))
+    ranks = sorted(history.of_ranks)
     if len(ranks) < 2:
-        plans = []
-    by_chance = _ORDERS_BY_CHANCE if plans else 0
+        return
+    plans = [
+        (rank, done) for rank in ranks for done in range(len(history.of_ranks[rank]) + 1)
+    ]
     if limit is not None:
-        by_chance = min(by_chance, max(limit - 1, 0) // 2)
-        plans = _evenly(plans, max(limit - 1, 0) - by_chance)
-    yield list(operations)
-    for rank, count in plans:
-        yield history.ordered(history.ahead(rank, count))
+        plans = _evenly(plans, limit - 1)
     chance = random.Random(seed)
-    for _ in range(by_chance):
-        yield history.ordered([chance.random() for _ in operations])
-
-
-def is_consistent(operations: Sequence[Operation], cut: dict[int, int]) -> bool:
-    """Whether the ranks can have done just so many of their operations at one moment."""
-    history = _History(operations)
-    done = {
-        number
-        for number, operation in enumerate(operations)
-        if history.places[number] < cut[operation.rank]
-    }
-    return all(history.before[number] <= done for number in done)
+    for number, (rank, done) in enumerate(plans, start=1):
+        if number % _BY_CHANCE_IN == 0 and limit is not None:
+            yield Order(history.shuffled(chance))
+        else:
+            yield history.ahead(rank, done)
+    if limit is None:
+        for _ in range(len(plans) // _BY_CHANCE_IN):
+            yield Order(history.shuffled(chance))
 
 
 def _evenly(plans: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
@@ -75,109 +77,119 @@ def _evenly(plans: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     return [plans[number * len(plans) // count] for number in range(count)]
 
 
-class _History:
-    """What has to come before what."""
+class History:
+    """What of a recorded history has to come before what."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
-        self.places: list[int] = []
-        """Of each operation: how many of its rank came before."""
-        self.stretches: list[tuple[int, int]] = []
-        """Of each operation: how many meetings of its rank came before, and how many of its rank since."""
-        self.before: list[set[int]] = []
-        """Of each operation: those without which it cannot be, but not all that follows from these."""
-        self._note_places()
-        self._note_causes()
+        self.of_ranks: dict[int, list[int]] = defaultdict(list)
+        """The numbers of the operations of each rank."""
+        for number, operation in enumerate(operations):
+            self.of_ranks[operation.rank].append(number)
+        self.before: list[set[int]] = [set() for _ in operations]
+        """Of each operation: what of others it cannot be without, but not all that this needs in turn."""
+        self._note_collisions()
+        self._note_meetings()
 
-    def longest_stretch(self, rank: int) -> int:
-        """The most operations of the rank between two meetings."""
-        own = (
-            since
-            for operation, (_, since) in zip(self.operations, self.stretches, strict=True)
-            if operation.rank == rank
-        )
-        return 1 + max(own, default=-1)
+    def is_consistent(self, cut: dict[int, int]) -> bool:
+        """Whether the ranks can have done just so many of their operations at one moment."""
+        done = {number for rank, count in cut.items() for number in self.of_ranks[rank][:count]}
+        return all(self.before[number] <= done for number in done)
 
-    def ahead(self, rank: int, count: int) -> list[float]:
-        """What should come first: so many of this rank after each meeting, then all of the others."""
-        wanted = []
-        for operation, (_, since) in zip(self.operations, self.stretches, strict=True):
-            others = operation.rank != rank
-            wanted.append(1.0 if others else 0.0 if since < count else 2.0)
-        return wanted
-
-    def ordered(self, wanted: Sequence[float]) -> list[Operation]:
-        """All operations, those first that are ``wanted`` first, as far as the causes allow."""
-        queues: dict[int, list[int]] = {}
+    def ahead(self, rank: int, count: int) -> Order:
+        """No more than this rank needs to do so much, and then all that the others can do."""
+        done = self._closed(self.of_ranks[rank][:count])
+        order = sorted(done)
+        first = max(len(order), 1)
+        blocked = {rank}
         for number, operation in enumerate(self.operations):
-            queues.setdefault(operation.rank, []).append(number)
-        for queue in queues.values():
-            queue.reverse()
+            if number in done or operation.rank in blocked:
+                continue
+            if self.before[number] <= done:
+                done.add(number)
+                order.append(number)
+            else:
+                blocked.add(operation.rank)
+        return Order([self.operations[number] for number in order], first)
+
+    def shuffled(self, chance: random.Random) -> list[Operation]:
+        """All operations, now of this rank and now of that."""
+        queues = {rank: list(reversed(numbers)) for rank, numbers in self.of_ranks.items()}
         done: set[int] = set()
         order = []
         while queues:
             # The recorded order keeps all that has to be kept, so its first one left can always be.
-            heads = [queue[-1] for queue in queues.values() if self.before[queue[-1]] <= done]
-            # Within a stretch; what follows the next meeting is wanted after all that precedes it.
-            number = min(heads, key=lambda each: (self.stretches[each][0], wanted[each], each))
+            ready = [rank for rank, queue in queues.items() if self.before[queue[-1]] <= done]
+            rank = chance.choice(ready)
+            number = queues[rank].pop()
             done.add(number)
             order.append(self.operations[number])
-            rank = self.operations[number].rank
-            queues[rank].pop()
             if not queues[rank]:
                 del queues[rank]
         return order
 
-    def _note_places(self) -> None:
-        counts: dict[int, int] = {}
-        meetings: dict[int, int] = {}
-        since: dict[int, int] = {}
-        for operation in self.operations:
-            rank = operation.rank
-            self.places.append(counts.get(rank, 0))
-            self.stretches.append((meetings.get(rank, 0), since.get(rank, 0)))
-            counts[rank] = counts.get(rank, 0) + 1
-            since[rank] = since.get(rank, 0) + 1
-            if operation.kind is Kind.NOTE and operation.path == MEET:
-                meetings[rank] = meetings.get(rank, 0) + 1
-                since[rank] = 0
+    def _closed(self, numbers: Iterable[int]) -> set[int]:
+        """With all that these need."""
+        counts: dict[int, int] = dict.fromkeys(self.of_ranks, 0)
+        places = {
+            number: place for own in self.of_ranks.values() for place, number in enumerate(own)
+        }
+        left = list(numbers)
+        while left:
+            number = left.pop()
+            rank = self.operations[number].rank
+            for each in self.of_ranks[rank][counts[rank] : places[number] + 1]:
+                left += self.before[each]
+            counts[rank] = max(counts[rank], places[number] + 1)
+        return {number for rank, count in counts.items() for number in self.of_ranks[rank][:count]}
 
-    def _note_causes(self) -> None:
+    def _note_collisions(self) -> None:
         uses = [_used(each) for each in self.operations]
-        ends: dict[tuple[int, int], int] = {}
-        """The last operation of a rank before its meeting of a number."""
-        last: dict[int, int] = {}
-        ranks = {each.rank for each in self.operations}
         for number, operation in enumerate(self.operations):
-            if _is_meeting(operation) and operation.rank in last:
-                ends[operation.rank, self.stretches[number][0]] = last[operation.rank]
-            last[operation.rank] = number
-        for number, operation in enumerate(self.operations):
-            found = {
-                earlier
-                for earlier in range(number)
-                if self.operations[earlier].rank != operation.rank
-                and _collide(uses[earlier], uses[number])
-            }
-            # Whoever is beyond a meeting has seen all others come to it, with all they had done.
-            meetings = self.stretches[number][0]
-            for rank in ranks - {operation.rank} if meetings else ():
-                if (end := ends.get((rank, meetings - 1))) is not None:
-                    _check_meeting(operation, number, self.operations[end], end)
-                    found.add(end)
-            self.before.append(found)
+            for earlier in range(number):
+                if self.operations[earlier].rank != operation.rank:
+                    if _collide(uses[earlier], uses[number]):
+                        self.before[number].add(earlier)
 
+    def _note_meetings(self) -> None:
+        """Whoever has waited for others knows that they have done all that is before the meeting."""
+        before: dict[tuple[bytes, int, int], int] = {}
+        """Kind and number of a meeting and a rank: so many operations it had done."""
+        kinds: dict[int, tuple[bytes, int]] = {}
+        counts: dict[tuple[bytes, int], int] = defaultdict(int)
+        for rank, numbers in self.of_ranks.items():
+            for place, number in enumerate(numbers):
+                operation = self.operations[number]
+                if operation.kind is Kind.NOTE and operation.path == MEET:
+                    kind = operation.content
+                    kinds[number] = kind, counts[kind, rank]
+                    before[kind, counts[kind, rank], rank] = place
+                    counts[kind, rank] += 1
+        for rank, numbers in self.of_ranks.items():
+            for number, following in zip(numbers, numbers[1:], strict=False):
+                if number in kinds:
+                    for other in self._others_waited_for(rank, self.operations[number].target):
+                        place = before.get((*kinds[number], other), 0)
+                        # Of what another thread of that rank did meanwhile some may have come later.
+                        own = self.of_ranks[other]
+                        if count := min(place, bisect_left(own, following)):
+                            self.before[following].add(own[count - 1])
 
-def _check_meeting(operation: Operation, number: int, other: Operation, end: int) -> None:
-    if end > number:
-        raise ValueError(
-            f"{other} is number {end} of the history, and {operation} number {number}, though a "
-            "meeting lies between them; ranks have noted that they met without waiting for each other."
-        )
+    def _others_waited_for(self, rank: int, direction: str) -> list[int]:
+        others = [other for other in self.of_ranks if other != rank]
+        if direction == TO_RANK_ZERO:
+            return others if rank == 0 else []
+        if direction == FROM_RANK_ZERO:
+            return [other for other in others if other == 0]
+        return others
 
-
-def _is_meeting(operation: Operation) -> bool:
-    return operation.kind is Kind.NOTE and operation.path == MEET
+    def _check_meeting(self, following: int, end: int) -> None:
+        if end > following:
+            raise ValueError(
+                f"{self.operations[end]} is number {end} of the history, and "
+                f"{self.operations[following]} number {following}, though the second one has waited "
+                "for the first; ranks have noted a meeting at which they did not wait for each other."
+            )
 
 
 def _used(operation: Operation) -> tuple[tuple[str, bool], ...]:

@@ -36,7 +36,11 @@ class Kind(StrEnum):
 
 
 MEET = "meet"
-"""The path of a note that every rank leaves where all of them wait for each other."""
+"""The path of a note that every rank leaves where all of them wait for each other, or, with one of the
+next two as its target, where some wait. Its content tells kinds of meetings apart that have no order among
+each other, as those of two threads; the k-th of a kind is the same meeting for all ranks."""
+TO_RANK_ZERO, FROM_RANK_ZERO = "to rank 0", "from rank 0"
+"""Rank 0 alone waits for all others; all others wait for rank 0."""
 
 
 @dataclass(frozen=True, slots=True)

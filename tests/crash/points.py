@@ -50,18 +50,22 @@ def family_of(variant: str) -> str:
 
 
 def crash_points(
-    operations: Iterable[Operation], start: Tree = EMPTY, seen: set[object] | None = None
+    operations: Iterable[Operation],
+    start: Tree = EMPTY,
+    seen: set[object] | None = None,
+    first: int = 1,
 ) -> Iterator[CrashPoint]:
     """The states that crashes leave of a history that begins with the disk as ``start``.
 
     Args:
         seen: what was given already, of another order of the same operations; added to.
+        first: crashes right after this operation or later ones; the first of all is 1.
     """
     model = DiskModel(start)
     history = _History(set() if seen is None else seen)
     for number, operation in enumerate(operations, start=1):
         model.apply(operation)
-        if history.tells_nothing(operation):
+        if history.tells_nothing(operation) or number < first:
             continue
         for variant, tree in crash_states(model, operation):
             if history.is_new(tree):
