@@ -36,7 +36,7 @@ _TESTS = ("tests/crash", "--ignore=tests/crash/test_kills.py")
 
 _LIMIT_SECONDS = 900
 _BEGIN, _END = "<!-- seeded bugs -->\n", "<!-- end of seeded bugs -->\n"
-_MOST_LETTERS = 160
+_MOST_LETTERS = 240
 _TAIL_LINES = 15
 
 
@@ -65,7 +65,7 @@ class Outcome:
     test: str = ""
     """The first one that has failed."""
     said: str = ""
-    """The first line of what it failed with."""
+    """The beginning of what it failed with."""
     tail: str = ""
     """The end of all that was printed."""
 
@@ -164,12 +164,14 @@ def _first_failure(report: Path) -> tuple[str, str]:
             # What cannot be imported is told as a failure as well.
             if found.tag in ("failure", "error") and message != "collection failure":
                 where = case.get("classname", "").rpartition(".")[2]
-                said = next(filter(None, map(str.strip, message.splitlines())), "")
-                return f"{where}::{case.get('name')}", _shortened(said)
+                return f"{where}::{case.get('name')}", _beginning(message)
     return "", ""
 
 
-def _shortened(text: str) -> str:
+def _beginning(message: str) -> str:
+    # The crash tests say where the crash was in the first line, and what is wrong in the second.
+    lines = list(filter(None, map(str.strip, message.splitlines())))[:2]
+    text = " ".join(lines).removeprefix("Failed: ")
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 

@@ -53,7 +53,7 @@ def test_a_failing_test_is_red_and_told_with_what_it_said(tree: Path) -> None:
     before = (tree / "calc.py").read_text()
     outcome = outcome_of(tree, ADD)
     assert (outcome.color, outcome.test) == (Color.RED, "test_calc::test_it_adds")
-    assert outcome.said == "AssertionError: 1 | 2"
+    assert outcome.said == "AssertionError: 1 | 2 more"
     assert (tree / "calc.py").read_text() == before
     assert "red after" in str(outcome)
 
