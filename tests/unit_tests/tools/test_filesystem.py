@@ -159,7 +159,7 @@ def test_makedirs_syncs_every_folder_that_got_a_new_name(
     assert synced == []
     monkeypatch.chdir(tmp_path)
     filesystem.makedirs("relative")
-    assert synced == [str(tmp_path)]
+    assert [os.path.abspath(path) for path in synced] == [str(tmp_path)]
 
 
 def test_makedirs_does_not_take_a_file_for_a_folder(tmp_path: Path):
