@@ -1,7 +1,7 @@
 """What names stand for, apart from the names, and changes of names that are not durable yet.
 
-    DiskModel -> DirectoryInode -> FileInode, LinkInode
-              -> Change
+DiskModel -> DirectoryInode -> FileInode, LinkInode
+          -> Change
 """
 
 from collections.abc import Mapping

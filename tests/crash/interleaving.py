@@ -9,7 +9,7 @@ could have been, except of two operations of which one makes or takes a name tha
 
 import random
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,9 +55,7 @@ def orders(
     ranks = sorted(history.of_ranks)
     if len(ranks) < 2:
         return
-    plans = [
-        (rank, done) for rank in ranks for done in range(len(history.of_ranks[rank]) + 1)
-    ]
+    plans = [(rank, done) for rank in ranks for done in range(len(history.of_ranks[rank]) + 1)]
     if limit is not None:
         plans = _evenly(plans, limit - 1)
     chance = random.Random(seed)
@@ -156,7 +154,7 @@ class History:
         before: dict[tuple[bytes, int, int], int] = {}
         """Kind and number of a meeting and a rank: so many operations it had done."""
         kinds: dict[int, tuple[bytes, int]] = {}
-        counts: dict[tuple[bytes, int], int] = defaultdict(int)
+        counts: Counter[tuple[bytes, int]] = Counter()
         for rank, numbers in self.of_ranks.items():
             for place, number in enumerate(numbers):
                 operation = self.operations[number]

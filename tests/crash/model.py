@@ -9,31 +9,35 @@ the pending changes may be there afterwards that is closed in itself.
 
 Assumed of the disk:
 
-1.  What an operation has done is seen by all processes at once, and is not undone by a kill.
-2.  A file's content is durable once the file was synced, and as far as it was synced. A sync of the
-    file makes none of its names durable, and no name of a directory above it, though ext4 and xfs
-    do so for a file that is new: POSIX does not promise it.
+1.  What an operation has done is seen by all processes at once, and no kill undoes it. A kill in the
+    middle of a write leaves its beginning; any other operation is done or not.
+2.  A file's content is durable once the file was synced, as far as it had been written by then. That
+    makes none of its names durable, nor a directory above it. (For a new file ext4, xfs and btrfs do
+    more than that; POSIX does not promise it.)
 3.  What was written and not synced may be lost, be there in part from its beginning, or be there as
-    zeros of the full length. What was emptied and written anew without a sync may also hold what it
-    held before. What was synced is not harmed by what is appended.
+    zeros of the full length. What was emptied to be written anew may also hold what it held before.
+    What was synced is not harmed by what is appended. Zeros stand for anything else of that length
+    that a disk may show instead, such as old blocks with ext4's data=writeback.
 4.  The names in a directory are durable once the directory was synced. That makes no name of the
     directory itself durable, nor a name inside of a directory below it, nor the content of a file.
 5.  A change of names that was not synced is durable or not as a whole. A rename inside of one
     directory is one change: there is the old name or the new one, and what the new one stood for
-    before is there until then. Nobody ever sees neither.
+    before is there until then. Nobody ever sees neither. (Journals keep this; FAT and ext2 do not.)
 6.  A rename from one directory to another is two changes. The new name may be durable while the old
-    one still is too; the loss of the old one is not durable without the new one.
-7.  Changes that were not synced may become durable in any order, except two of the same name in one
-    directory, and except the two halves of a rename.
-8.  A name that is durable leads to something: a file or directory that is there, as empty as it may
-    be. What is in a directory with no durable name that leads to it is gone, synced or not, and so is
-    what was moved into it.
-9.  A sync that returned has done what it says (the disk does not lie about its cache), and one that
-    failed is no sync: what it would have made durable stays as it was.
-10. What was synced stays: no block decays. Damaged contents are a matter of the digests, not of this.
-
-A network file system is taken for one of these after a sync. What another machine has cached of it
-(close-to-open) is not modelled.
+    one still is too; the loss of the old one is not durable without the new one, also if only the
+    directory of the old one was synced. (With a journal it is one change; this is less.)
+7.  Changes that were not synced become durable in any order, except two of the same name in one
+    directory, and except the two halves of a rename. (With a journal they do so in their order, and a
+    sync of anything takes all earlier ones along. Nothing here may rely on it.)
+8.  A name that is durable leads to something that is there, be it empty. What is in a directory to
+    which no durable name leads is gone, synced or not, and so is what was moved into it.
+9.  A sync that returned has done what it says: neither the system nor the cache of the disk lies. One
+    that failed has done nothing. Linux may take a later sync of the same file for done after that, so
+    nobody may try a second time; who does is not found out here.
+10. What was synced stays: no block decays. Damaged contents are a matter of the digests.
+11. All that was not synced is lost at once, for all ranks. Where they are on several machines with one
+    disk, a cut that takes one of them takes less. What another machine has cached of a network file
+    system (close-to-open) is not in here: after a sync it is taken for a disk like this.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -42,7 +46,6 @@ from typing import NoReturn
 from tests.crash.inodes import Change, DirectoryInode, FileInode, Inode, LinkInode
 from tests.crash.operations import Kind, Operation
 from tests.crash.tree import Directory, EMPTY, File, Link, Node, Tree
-
 
 Contents = Callable[[FileInode], bytes]
 
@@ -92,9 +95,7 @@ class DiskModel:
             case _:
                 _impossible(operation, "a disk has no such operation")
 
-    def tree(
-        self, contents: Contents = as_written, changes: Collection[int] | None = None
-    ) -> Tree:
+    def tree(self, contents: Contents = as_written, changes: Collection[int] | None = None) -> Tree:
         """The disk with each file as ``contents`` has it.
 
         Args:
@@ -129,6 +130,7 @@ class DiskModel:
         for number in sorted(self.closed(own)):
             change = self.pending.pop(number)
             _apply_to(change.directory.durable, change)
+        self._forget()
 
     def file_of(self, operation: Operation) -> FileInode:
         """What a write or a sync is of."""
@@ -149,7 +151,9 @@ class DiskModel:
             directory = new.pop()
             if directory not in found:
                 found.add(directory)
-                new += (each for each in directory.durable.values() if isinstance(each, DirectoryInode))
+                new += (
+                    each for each in directory.durable.values() if isinstance(each, DirectoryInode)
+                )
         return found
 
     # Names
@@ -242,6 +246,27 @@ class DiskModel:
         _apply_to(directory.names, change)
         self.pending[self._numbers] = change
         return self._numbers
+
+    def _forget(self) -> None:
+        """What no crash brings back: a directory was deleted durably, and all in it with it."""
+        found: set[Inode] = set()
+        new: list[Inode] = [self.root]
+        effects: dict[DirectoryInode, list[Inode]] = {}
+        for change in self.pending.values():
+            own = effects.setdefault(change.directory, [])
+            own += (inode for inode in change.effect.values() if inode is not None)
+        while new:
+            inode = new.pop()
+            if inode not in found:
+                found.add(inode)
+                if isinstance(inode, DirectoryInode):
+                    new += (*inode.names.values(), *inode.durable.values())
+                    new += effects.get(inode, ())
+        gone = [number for number, each in self.pending.items() if each.directory not in found]
+        for number in gone:
+            del self.pending[number]
+        for file in [each for each in self.unsynced if each not in found]:
+            del self.unsynced[file]
 
     def _has_several_names(self, file: FileInode) -> None:
         self._numbers += 1

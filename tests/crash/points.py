@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tests.crash.model import as_synced, as_written, Contents, DiskModel
 from tests.crash.inodes import Change, DirectoryInode, FileInode
+from tests.crash.model import as_synced, as_written, Contents, DiskModel
 from tests.crash.operations import Kind, MEET, Operation
 from tests.crash.tree import Directory, EMPTY, File, Tree
 

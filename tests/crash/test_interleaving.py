@@ -87,9 +87,7 @@ def test_the_orders_of_two_ranks_pass_every_consistent_cut(history: list[Operati
         for cut in itertools.product(range(counts[0] + 1), range(counts[1] + 1))
         if recorded.is_consistent(dict(enumerate(cut)))
     }
-    passed = {
-        without_notes(history, cut) for order in orders(history) for cut in cuts_of(order, 2)
-    }
+    passed = {without_notes(history, cut) for order in orders(history) for cut in cuts_of(order, 2)}
     assert passed == possible
 
 
@@ -174,7 +172,13 @@ def test_meetings_of_two_threads_are_counted_apart() -> None:
 
 
 def test_a_meeting_holds_although_one_rank_noted_it_late() -> None:
-    history = [*stretch(0, 0, 1), note(1, MEET), *stretch(1, 1, 1), note(0, MEET), *stretch(0, 1, 1)]
+    history = [
+        *stretch(0, 0, 1),
+        note(1, MEET),
+        *stretch(1, 1, 1),
+        note(0, MEET),
+        *stretch(0, 1, 1),
+    ]
     recorded = History(history)
     assert not recorded.is_consistent({0: 0, 1: 2})
     assert recorded.is_consistent({0: 1, 1: 2})

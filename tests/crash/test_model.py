@@ -168,7 +168,9 @@ def test_a_directory_that_was_deleted_may_be_back_with_or_without_what_it_held()
     assert outcomes(*history, start=start) == these({}, {"d": {}})
 
 
-def test_a_directory_whose_parent_was_not_synced_may_be_gone_with_all_that_was_synced_in_it() -> None:
+def test_a_directory_whose_parent_was_not_synced_may_be_gone_with_all_that_was_synced_in_it() -> (
+    None
+):
     history = [do(Kind.MKDIR, "d"), *written("d/f", b"x"), sync("d/f")]
     assert outcomes(*history) == these({}, {"d": {}}, {"d": {"f": b"x"}})
     history.append(sync_directory("d"))
@@ -206,7 +208,9 @@ def test_changes_in_one_directory_may_be_lost_without_those_in_another() -> None
 def test_the_second_file_of_a_new_directory_may_be_there_without_the_first() -> None:
     history = [do(Kind.MKDIR, "d"), do(Kind.CREATE, "d/a"), do(Kind.CREATE, "d/b")]
     found = outcomes(*history)
-    assert found == these({}, {"d": {}}, *({"d": dict.fromkeys(names, b"")} for names in ("a", "b", "ab")))
+    assert found == these(
+        {}, {"d": {}}, *({"d": dict.fromkeys(names, b"")} for names in ("a", "b", "ab"))
+    )
 
 
 def test_a_file_has_one_content_under_all_its_names() -> None:
