@@ -39,6 +39,7 @@ from torchtitan.components.checkpointer.source import (
 )
 from torchtitan.components.checkpointer.source_text import what_leaves
 from torchtitan.components.checkpointer.state import TRAIN_STATE
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 
@@ -120,8 +121,30 @@ class Starting(FolderView):
         self._tell_what_leaves()
         if is_loaded:
             self._tell_changes()
+            self._make_durable(self._source)
         self._source = self._verifying = None  # the digests would stay for the whole run
         return is_loaded
+
+    def _make_durable(self, source: Source | None) -> None:
+        """Sync the names by which the own checkpoint ``source`` is known, from which this run goes on.
+
+        Whoever saved it may have been killed right before that. A power cut would then take the names away,
+        and by that time this run may have deleted what is older.
+        """
+        if source is None or source.step is None or self.load_only:
+            return
+        if not getattr(self._storage, "has_files", False):
+            return
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        try:
+            filesystem.fsync_dir(source.path)
+            filesystem.fsync_dir(source.path.rpartition("/")[0])
+        except OSError as error:
+            logger.warning(
+                f"The names in {source.path} could not be synced: {error}. Until the next save is complete a "
+                "power cut may take away what this run goes on from."
+            )
 
     def _pass_over(self, step: int, error: CheckpointDamagedError) -> None:
         source = self._source
