@@ -219,7 +219,7 @@ def with_rows(page: str, new: Mapping[str, str]) -> str:
     _, end, after = rest.partition(_END)
     if not end:
         raise SystemExit(f"{PAGE} should have a line {_BEGIN!r} and, below it, a line {_END!r}.")
-    rows = rows_of(page) | new
+    rows = {**rows_of(page), **new}
     head = "| Bug | What is wrong | Who noticed, and what it said |\n| --- | --- | --- |\n"
     table = "".join(f"{rows[bug.name]}\n" for bug in BUGS if bug.name in rows)
     return f"{before}{_BEGIN}\n{head}{table}\n{_END}{after}"

@@ -43,7 +43,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def outcome_of(tree: Path, *edits: Edit, limit_seconds: float = 60, chosen: str = "adds") -> Outcome:
+def outcome_of(
+    tree: Path, *edits: Edit, limit_seconds: float = 60, chosen: str = "adds"
+) -> Outcome:
     bug = Bug(name="a-bug", what="", edits=edits)
     arguments = ["test_calc.py", "-k", f"copy or {chosen}"]
     return try_bug(bug, arguments=arguments, source=tree, limit_seconds=limit_seconds)
@@ -81,7 +83,7 @@ def test_tests_that_could_not_begin_are_not_red(tree: Path, edit: Edit, chosen: 
 
 def test_tests_that_do_not_end_are_not_red(tree: Path) -> None:
     slow = Edit(path="calc.py", old="is_slow = False", new="is_slow = True")
-    outcome = outcome_of(tree, slow, limit_seconds=5)
+    outcome = outcome_of(tree, slow, limit_seconds=3)
     assert outcome.color is Color.HUNG
 
 
