@@ -46,7 +46,9 @@ def changes_of_a_disk(path: str, source: str) -> list[str]:
 def _writes(call: ast.Call) -> bool:
     modes = [*call.args[1:2], *(each.value for each in call.keywords if each.arg == "mode")]
     # One that is not written down may be any.
-    return any(not isinstance(mode, ast.Constant) or set(str(mode.value)) & set("wax+") for mode in modes)
+    return any(
+        not isinstance(mode, ast.Constant) or set(str(mode.value)) & set("wax+") for mode in modes
+    )
 
 
 def test_nothing_that_writes_checkpoints_changes_a_disk_past_the_seam() -> None:

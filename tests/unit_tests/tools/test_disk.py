@@ -80,12 +80,17 @@ def test_a_name_is_looked_for_in_the_directory_that_is_given_and_nowhere_else(
 def test_it_is_the_one_of_all_threads_until_the_block_ends(tmp_path: Path) -> None:
     usual, outer, inner = disk.current(), NotingDisk(tmp_path), NotingDisk(tmp_path)
     seen: list[Disk] = []
-    with disk.using(outer):
-        with pytest.raises(KeyError), disk.using(inner):
+
+    def fail_in_the_inner_one() -> None:
+        with disk.using(inner):
             thread = threading.Thread(target=lambda: seen.append(disk.current()))
             thread.start()
             thread.join()
             raise KeyError
+
+    with disk.using(outer):
+        with pytest.raises(KeyError):
+            fail_in_the_inner_one()
         seen.append(disk.current())
     assert seen == [inner, outer] and disk.current() is usual and type(usual) is Disk
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from torchtitan.components.checkpointer.formats import CheckpointFiles
+from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.storage import MovingStorage
 from torchtitan.components.checkpointer.tc.storage import (
     BackendCheckpointStorage,
@@ -50,6 +51,7 @@ def train(recorded: Recorded, way: Way, until: int, **settings: Any) -> None:
     with disk.using(recorded.disk):
         run = build_run(recorded.root, **options)
         try:
+            run.manager.describe_run(RunDescription({}, {}))  # else it takes no lock
             run.manager.load(step=options.get("load_step", -1))
             run.train(until, last_step=until)
         finally:

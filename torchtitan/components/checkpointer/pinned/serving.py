@@ -132,7 +132,7 @@ def _listen(connection: Connection, requests: "queue.SimpleQueue[Any]") -> None:
         # The trainer has closed the connection, or is gone. At once, wherever the main thread is:
         # a tidy end would wait for a save that nobody wants any more.
         os._exit(0)
-    except BaseException:
+    except Exception:
         # It cannot read what it is asked for, and without this thread nobody would ever hear of that.
         traceback.print_exc()
         os._exit(1)
