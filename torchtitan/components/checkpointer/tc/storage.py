@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO, cast
 
 from torch_checkpointing.storage.base_storage import Storage
 from torch_checkpointing.storage.filesystem import (
@@ -28,6 +29,7 @@ from typing_extensions import Buffer
 
 from torchtitan.components.checkpointer.formats import MARKERS
 from torchtitan.components.checkpointer.storage import delete_in_order, DELETED
+from torchtitan.components.checkpointer.tc.moving import copy_in_order
 from torchtitan.tools import disk, filesystem
 
 
@@ -60,7 +62,7 @@ class _SyncedStream(WriteStream):
     ) -> None:
         try:
             if exc_type is None and self._file is not None:
-                disk.current().sync(self._file)
+                disk.current().sync(cast(BinaryIO, self._file))
         finally:
             super().__exit__(exc_type, exc_val, exc_tb)
 
@@ -139,6 +141,11 @@ class DurableStorage(LocalFileSystemStorage):
         return super()._open_for_read(path, use_direct_io and self._use_direct_io)
 
 
+def renames_at_once(storage: Storage) -> bool:
+    """Whether a directory is moved in one step; of what are no local files nobody says so."""
+    return isinstance(storage, LocalFileSystemStorage)
+
+
 _NUM_ASKING = 16
 
 
@@ -168,8 +175,8 @@ class BackendCheckpointStorage:
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._files = storage, _Files(storage)
-        self.renames = isinstance(storage, LocalFileSystemStorage)
-        """Whether ``move`` takes no longer for what is large; of other storages nobody says so."""
+        self.renames = renames_at_once(storage)
+        """Whether ``move`` takes no longer for what is large."""
         self.has_files = self.renames
         """Whether its paths are those of the system."""
 
@@ -196,7 +203,11 @@ class BackendCheckpointStorage:
             filesystem.symlink(os.path.realpath(source), target)
             filesystem.remove_file(source)
             return
-        self._storage.rename(Path(source), Path(target), is_directory=True)
+        if self.renames:
+            self._storage.rename(Path(source), Path(target), is_directory=True)
+            return
+        copy_in_order(self._storage, Path(source), Path(target), MARKERS)
+        self.remove(source)
 
     def size_bytes(self, path: str) -> int:
         if not self.isdir(path):

@@ -3,6 +3,9 @@
     CheckpointWriter (the library's): files and metadata.pkl -> tmp_step-N -> barrier -> rename
     Writer: its barrier is a stop of commit.py, and what fails anywhere is told to the other ranks;
             every file is hashed on its way, and rank 0 writes manifest.json before the rename
+            where a rename is a copy: files -> step-N, at the stop rank 0 adds metadata.pkl and manifest.json
+
+What fails once the checkpoint counts takes that back: its save has failed, as all ranks are told.
 
 It runs in the writer process (writer_main.py) and, for saves that training waits for, in the trainer.
 """
@@ -30,6 +33,9 @@ from torchtitan.components.checkpointer.tc.commit import (
     Files,
 )
 from torchtitan.components.checkpointer.tc.compact import compact
+from torchtitan.components.checkpointer.tc.index import MARKER
+from torchtitan.components.checkpointer.tc.storage import renames_at_once
+from torchtitan.tools.logging import logger
 
 
 def _anybody() -> None:
@@ -72,11 +78,20 @@ class Writer(CheckpointWriter):
         is_committed = args.config.barrier_config is not None
         barrier = CommitBarrierConfig() if is_committed else None
         super().__init__(replace(args, config=replace(args.config, barrier_config=barrier)))
+        if not renames_at_once(self._storage):
+            # File by file it would lead over a half checkpoint that has its final name and its marker.
+            in_place = replace(self._args.config, write_to_temp_dir=False)
+            self._args = replace(self._args, config=in_place)
         self._checked = CheckedStorage(self._storage)
         self._storage: Storage = self._checked
         self._new_commit = new_commit
         self._may_publish = may_publish
         self._find_head = find_head
+        self._held: bytes | None = None
+        """What becomes metadata.pkl when all ranks have written."""
+
+        self._may_count = False
+        """Whether the save has come so far that its checkpoint may be complete."""
 
     def write(self, path: str, checkpoint_info: CheckpointWriteInfo) -> None:
         """Write the checkpoint at ``path``; returns when it is durable on all ranks.
@@ -94,9 +109,16 @@ class Writer(CheckpointWriter):
             return
 
         def prepare(files: Files) -> None:
-            self._write_manifest(folder, head, files)
-            self._may_publish()  # last, because everything before it takes its time
+            if self._args.config.write_to_temp_dir:
+                self._write_manifest(folder, head, files)
+                self._may_publish()  # last, because everything before it takes its time
+                self._may_count = True
+            else:
+                self._may_publish()
+                self._may_count = True
+                self._complete_in_place(folder, head, files)
 
+        self._may_count = False
         barrier.commit = commit = self._new_commit()
         barrier.written = lambda: self._checked.written_below(folder)
         barrier.prepare = prepare
@@ -106,6 +128,8 @@ class Writer(CheckpointWriter):
                 # Of files that were taken away meanwhile the library renames none, and says nothing.
                 require_checkpoint(self._storage, path)
         except BaseException as error:
+            if self._may_count and self._args.rank_info.role_rank == 0:
+                self._take_back(Path(path), folder)
             commit.fail(error)
             raise
         commit.publish()
@@ -121,8 +145,49 @@ class Writer(CheckpointWriter):
         if head is not None and self._args.rank_info.role_rank == 0:
             self._storage.write(folder / MANIFEST, render(Manifest(head, dict(files))))
 
+    def _write_metadata(
+        self, dir_path: Path, serialized_distributed_metadata: bytes | None = None
+    ) -> None:
+        if self._barrier is None or self._args.config.write_to_temp_dir:
+            super()._write_metadata(dir_path, serialized_distributed_metadata)
+        else:
+            # In its final place it would make the checkpoint complete before all ranks have written.
+            self._held = serialized_distributed_metadata
+
+    def _complete_in_place(self, folder: Path, head: Head | None, files: Files) -> None:
+        if self._args.rank_info.role_rank != 0:
+            return
+        super()._write_metadata(folder, self._held)
+        self._write_manifest(folder, head, {**files, **self._checked.written_below(folder)})
+
+    def _take_back(self, path: Path, folder: Path) -> None:
+        """Remove what makes ``path`` complete, which may be there or not; never an error of its own."""
+        try:
+            if folder != path and self._storage.exists(folder):
+                return  # it has not got its name
+            # By now the directory may belong to another run, which has gone on without this one.
+            self._may_publish()
+            # A marker alone is a checkpoint that nobody can verify, a manifest alone is a damaged one.
+            for name in (MANIFEST, MARKER):
+                _remove(self._storage, path / name)
+        except Exception as error:
+            logger.warning(
+                f"The save to {path} failed, and what names it as complete stays there: {error!r}. "
+                "Delete the directory if it is not wanted."
+            )
+
     def _write_key(
         self, key: str, layout_info: LayoutInfo, full_path: Path, data_to_serialize: Any
     ) -> None:
         # Not earlier: what fails here is told to the other ranks, and one file needs least memory.
         super()._write_key(key, layout_info, full_path, compact(data_to_serialize))
+
+
+def _remove(storage: Storage, path: Path) -> None:
+    try:
+        if storage.exists(path):
+            storage.delete(path)
+    except Exception:
+        # A disk that does not sync may still have taken the name away, and that is what counts.
+        if storage.exists(path):
+            raise
