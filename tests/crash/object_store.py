@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 from typing_extensions import Buffer
 
 from tests.crash.faults import Faults
 from tests.crash.operations import Kind, note, Operation
+from tests.crash.tree import Directory, File, from_values, Tree
 
 ROOT = Path("/bucket")
 
@@ -63,10 +65,10 @@ class Bucket(StorageConfig):
         with self._lock:
             self.faults.carry_out(Kind.DELETE, key, act)
 
-    def note(self, what: str, step: int | str = "") -> None:
+    def note(self, what: str, step: int | str = "", content: bytes = b"") -> None:
         """Say something at this place of the history."""
         with self._lock:
-            self.log.append(note(0, what, step))
+            self.log.append(note(0, what, step, content))
 
     def below(self, prefix: str) -> list[str]:
         """The keys below the path ``prefix``, sorted; ``""`` is all of them."""
@@ -142,21 +144,29 @@ class ObjectStore(Storage):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
 
 
-def prefixes(before: dict[str, bytes], log: list[Operation]) -> Iterator[tuple[int, dict[str, bytes]]]:
-    """The objects before the first operation and after each one, with how many of the log have happened.
+def tree_of(objects: dict[str, bytes]) -> Tree:
+    """The folders that a listing shows, with the objects as files."""
+    values: dict[str, Any] = {}
+    for key, content in objects.items():
+        *folders, name = key.split("/")
+        inside = values
+        for folder in folders:
+            inside = inside.setdefault(folder, {})
+        inside[name] = content
+    return from_values(values)
 
-    That is every state in which a crash can leave a store: nothing of it is torn, lost or in another order.
-    """
-    objects = dict(before)
-    yield 0, dict(objects)
-    for number, operation in enumerate(log, start=1):
-        if operation.kind is Kind.PUT:
-            objects[operation.path] = operation.content
-        elif operation.kind is Kind.DELETE:
-            objects.pop(operation.path, None)
-        else:
-            continue
-        yield number, dict(objects)
+
+def objects_of(tree: Tree) -> dict[str, bytes]:
+    """The other way; folders without anything in them are nothing."""
+    return dict(_files(tree, ""))
+
+
+def _files(directory: Directory, above: str) -> Iterator[tuple[str, bytes]]:
+    for name, node in directory.entries.items():
+        if isinstance(node, File):
+            yield f"{above}{name}", node.content
+        elif isinstance(node, Directory):
+            yield from _files(node, f"{above}{name}/")
 
 
 def _key(path: Path) -> str:
