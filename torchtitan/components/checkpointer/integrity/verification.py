@@ -91,8 +91,8 @@ class Verification:
         """Warn if the checkpoint, which is about to be loaded, should be checked and cannot be."""
         if self.manifest is None and self.mode is not Verify.OFF:
             logger.warning(
-                f"{self.path} has no {MANIFEST}: another program or an older version wrote it. It is "
-                "loaded unverified."
+                f"{self.path} has no {MANIFEST}: its save was killed in the last instant, or another "
+                "program or an older version wrote it. It is loaded unverified."
             )
 
     @property
