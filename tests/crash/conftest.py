@@ -1,0 +1,45 @@
+"""What the tests with real processes share: seeds that can be set, and the states that a run goes through.
+
+KILLS_SEED=7 repeats one seed, and KILLS_SEED=100-149 tries fifty others.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.crash.killed_runs import LAST_STEPS, NUM_SAVES, undisturbed
+from tests.ranks.pool import run_on_ranks
+
+SEED = "KILLS_SEED"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what draws moments once for each seed."""
+    if "kills_seed" in metafunc.fixturenames:
+        metafunc.parametrize("kills_seed", _seeds(metafunc.config), ids=lambda it: f"{SEED}={it}")
+
+
+def _seeds(config: pytest.Config) -> list[int]:
+    first, _, last = os.environ.get(SEED, "").partition("-")
+    if first:
+        return list(range(int(first), int(last or first) + 1))
+    return list(range(1, 6)) if config.getoption("--crash-points", None) == "all" else [1]
+
+
+@pytest.fixture(scope="session")
+def states(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The digest of the state after each step, whoever has trained up to there."""
+    until = NUM_SAVES + 10 * LAST_STEPS
+    of_0, of_1 = run_on_ranks(2, undisturbed, tmp_path_factory.mktemp("undisturbed"), until)
+    assert of_0 == of_1 and len(set(of_0)) == until + 1
+    return of_0
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, in which what crashes have left is looked at."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
