@@ -185,6 +185,15 @@ def test_a_meeting_holds_although_one_rank_noted_it_late() -> None:
     assert list(orders(history))
 
 
+def test_what_another_thread_does_at_a_meeting_is_not_waited_for() -> None:
+    history = [*stretch(0, 0, 1), note(1, MEET), *stretch(1, 1, 1)]
+    # The others have met by now; this rank has yet to note it, and does something else first.
+    history += [*stretch(0, 7, 1), note(0, MEET)]
+    recorded = History(history)
+    assert recorded.is_consistent({0: 1, 1: 2})
+    assert not recorded.is_consistent({0: 0, 1: 2})
+
+
 def test_one_rank_has_one_order() -> None:
     history = stretch(0, 0, 3)
     assert list(orders(history)) == [Order(history)]

@@ -100,8 +100,9 @@ def test_a_write_may_be_torn() -> None:
 
 def test_what_was_synced_is_kept_by_what_is_appended() -> None:
     history = [*written("a", b"ab"), sync("a"), sync_directory("")]
-    found = outcomes(*history, do(Kind.WRITE, "a", content=b"cd"))
-    assert found == these({"a": b"abcd"}, {"a": b"ab"}, {"a": b"abc"}, {"a": b"ab\0\0"})
+    found = outcomes(*history, do(Kind.WRITE, "a", content=b"cd"), do(Kind.MKDIR, "d"))
+    without = {frozen({name: each for name, each in state if name == "a"}) for state in found}
+    assert without == these({"a": b"abcd"}, {"a": b"ab"}, {"a": b"abc"}, {"a": b"ab\0\0"})
 
 
 def test_a_file_written_anew_in_place_may_hold_the_old_the_new_or_nothing() -> None:
@@ -211,6 +212,23 @@ def test_the_second_file_of_a_new_directory_may_be_there_without_the_first() -> 
     assert found == these(
         {}, {"d": {}}, *({"d": dict.fromkeys(names, b"")} for names in ("a", "b", "ab"))
     )
+
+
+def test_what_is_there_alone_is_there_with_the_new_directory_it_is_in() -> None:
+    history = [do(Kind.MKDIR, "p"), *(do(Kind.CREATE, f"p/{name}") for name in "abc")]
+    assert these({"p": {"b": b""}}) <= outcomes(*history)
+    history = [do(Kind.MKDIR, path) for path in "pq"]
+    history += [do(Kind.CREATE, f"{path}/{name}") for name in "ab" for path in "pq"]
+    whole = {"a": b"", "b": b""}
+    assert these({"p": whole}, {"q": whole}) <= outcomes(*history)
+
+
+def test_what_a_durable_deletion_took_is_forgotten() -> None:
+    history = [do(Kind.MKDIR, "d"), *written("d/f", b"x"), do(Kind.UNLINK, "d/f")]
+    model = model_after(*history, do(Kind.RMDIR, "d"))
+    assert model.pending and model.unsynced
+    model.apply(sync_directory(""))
+    assert not model.pending and not model.unsynced
 
 
 def test_a_file_has_one_content_under_all_its_names() -> None:
