@@ -217,10 +217,10 @@ def test_the_second_file_of_a_new_directory_may_be_there_without_the_first() -> 
 def test_what_is_there_alone_is_there_with_the_new_directory_it_is_in() -> None:
     history = [do(Kind.MKDIR, "p"), *(do(Kind.CREATE, f"p/{name}") for name in "abc")]
     assert these({"p": {"b": b""}}) <= outcomes(*history)
-    history = [do(Kind.MKDIR, path) for path in "pq"]
-    history += [do(Kind.CREATE, f"{path}/{name}") for name in "ab" for path in "pq"]
+    history = [do(Kind.MKDIR, path) for path in "pqr"]
+    history += [do(Kind.CREATE, f"{path}/{name}") for name in "ab" for path in "pqr"]
     whole = {"a": b"", "b": b""}
-    assert these({"p": whole}, {"q": whole}) <= outcomes(*history)
+    assert these({"p": whole}, {"q": whole}, {"r": whole}) <= outcomes(*history)
 
 
 def test_what_a_durable_deletion_took_is_forgotten() -> None:
