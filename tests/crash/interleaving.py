@@ -17,8 +17,8 @@ from tests.crash.operations import FROM_RANK_ZERO, Kind, MEET, Operation, TO_RAN
 from tests.crash.points import crash_points, CrashPoint
 from tests.crash.tree import EMPTY, Tree
 
-_BY_CHANCE_IN = 8
-"""One of so many orders goes back and forth by chance."""
+_BY_CHANCE_IN, _BY_CHANCE = 8, 8
+"""One of so many orders goes back and forth by chance, and so many of them where there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def orders(
         else:
             yield history.ahead(rank, done)
     if limit is None:
-        for _ in range(len(plans) // _BY_CHANCE_IN):
+        for _ in range(_BY_CHANCE):
             yield Order(history.shuffled(chance))
 
 
