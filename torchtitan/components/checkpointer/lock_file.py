@@ -11,6 +11,7 @@ is read back, and that is all. Names on a disk are changed through ``tools/disk.
 import errno
 import fcntl
 import os
+import re
 import time
 import uuid
 from collections.abc import Generator
@@ -90,6 +91,8 @@ class LocalLockFile:
         with self._beside(content) as (temporary, file):
             try:
                 disk.current().link(temporary, self.path)
+            except FileNotFoundError:
+                return False  # it was swept by whoever has got the lock meanwhile
             except FileExistsError:
                 # A network file system may say so of a link that it has made itself.
                 if not self._is_at_the_name(file):
@@ -105,7 +108,10 @@ class LocalLockFile:
         with self._beside(content) as (temporary, file), self._locked() as (found, is_locked):
             if found is None or self.read() != dead:
                 return False
-            disk.current().rename(temporary, self.path)
+            try:
+                disk.current().rename(temporary, self.path)
+            except FileNotFoundError:
+                return False  # as above
             if not is_locked:
                 # Another one may just be doing the same: the last of them has it.
                 time.sleep(SETTLING_SECONDS)
@@ -134,13 +140,14 @@ class LocalLockFile:
         file = disk.current().create(temporary, exclusive=True, mode=_MODE)
         try:
             file.write(content)
-            file.flush()
+            # After a power cut an empty one would have to be waited for, until it counts as silent.
+            disk.current().sync(file)
             yield temporary, file
         finally:
             if file is not self._own:
                 with suppress(OSError):  # what did not fit does not fit now
                     file.close()
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it is in nobody's way, and goes when the lock is taken next
                 disk.current().unlink(temporary)
 
     @contextmanager
@@ -193,6 +200,19 @@ class LocalLockFile:
     def _keep(self, file: BinaryIO) -> None:
         self._close()
         self._own = file
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what processes have left beside it that ended on their way to it.
+
+        What another one is just making goes too: it would have come too late.
+        """
+        folder, name = os.path.split(self.path)
+        left = re.compile(rf"{re.escape(name)}\.[0-9a-f]{{32}}")
+        with suppress(OSError):
+            for found in filter(left.fullmatch, os.listdir(folder or os.curdir)):
+                with suppress(OSError):
+                    disk.current().unlink(os.path.join(folder, found))
 
     def _close(self) -> None:
         own, self._own = getattr(self, "_own", None), None

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 from unittest.mock import patch
 
 import pytest
 from torchtitan.components.checkpointer import lock_file
 from torchtitan.components.checkpointer.lock_file import LocalLockFile
+from torchtitan.tools import disk as disks
 
 
 @contextmanager
@@ -133,3 +135,52 @@ def test_other_errors_are_told_and_leave_nothing(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="broken"):
             file.create(b"first")
     assert os.listdir(tmp_path) == []
+
+
+class Refusing(disks.Disk):
+    """Deletes nothing, as a process that was killed."""
+
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+def test_what_was_left_on_the_way_to_the_file_goes_when_it_is_taken(tmp_path: Path) -> None:
+    dead, first = two(tmp_path)
+    with disks.using(Refusing()):
+        assert dead.create(b"dead!"), "what cannot be deleted is in nobody's way"
+    (tmp_path / f"lock.{'0' * 32}").touch()
+    (tmp_path / "lock.txt").touch()
+    assert len(os.listdir(tmp_path)) == 4
+    seen = first.read()
+    assert seen is not None and first.take_over(seen, b"first")
+    assert sorted(os.listdir(tmp_path)) == ["lock", "lock.txt"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_one_whose_own_was_swept_has_come_too_late(tmp_path: Path, is_there: bool) -> None:
+    dead, late = two(tmp_path)
+    if is_there:
+        dead.create(b"dead!")
+    seen = late.read()
+
+    class Swept(disks.Disk):
+        def sync(self, file: BinaryIO) -> None:
+            super().sync(file)
+            os.unlink(file.name)
+
+    with disks.using(Swept()):
+        assert not (late.create(b"late") if seen is None else late.take_over(seen, b"late"))
+    assert late.read() == seen
+
+
+def test_what_the_file_says_is_synced_before_it_has_its_name(tmp_path: Path) -> None:
+    names: list[bool] = []
+
+    class Watched(disks.Disk):
+        def sync(self, file: BinaryIO) -> None:
+            names.append((tmp_path / "lock").exists())
+            super().sync(file)
+
+    with disks.using(Watched()):
+        assert two(tmp_path)[0].create(b"first")
+    assert names == [False]
