@@ -6,6 +6,7 @@ Runs before any test module imports torch, which reads the number of threads onc
 import os
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Left in a shell by an earlier run, any of these would turn a test into another one.
@@ -27,8 +28,45 @@ settings.register_profile("steady", derandomize=True, deadline=None)
 settings.load_profile("steady")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Tell what a test failed with that passed when it was tried again (run_tests.sh in CI)."""
+_FEW_CRASH_POINTS = 1200
+"""So many in all are tried unless more are asked for: over a thousand in about two minutes."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let more crash points be tried than there is time for each day (tests/crash)."""
+    parser.addoption(
+        "--crash-points",
+        type=lambda text: text if text == "all" else int(text),
+        default=_FEW_CRASH_POINTS,
+        metavar="NUMBER",
+        help="how many states that a crash leaves are started from, about; or all of them",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Tell what a test failed with that passed when it was tried again (run_tests.sh in CI).
+
+    And how many crash points were tried.
+    """
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.section(f"{report.nodeid} failed at first with")
         terminalreporter.line(report.longreprtext)
+    _tell_crash_points(terminalreporter, is_long=config.getoption("--crash-points") == "all")
+
+
+def _tell_crash_points(terminalreporter: Any, *, is_long: bool) -> None:
+    tried = [
+        value
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, ())
+        if report.when == "call"
+        for name, value in report.user_properties
+        if name == "crash_points"
+    ]
+    if not tried:
+        return
+    num_tried, num_there = (sum(each[place] for each in tried) for place in (1, 2))
+    terminalreporter.section("crash points")
+    terminalreporter.line(f"{num_tried} of {num_there} states that crashes leave were tried.")
+    for case, number, there in tried if is_long else ():
+        terminalreporter.line(f"{number:6} of {there:6}  {case}")

@@ -1,0 +1,126 @@
+"""Start again from what a crash has left, and see whether all that was promised is kept.
+
+    a tree and what is owed -> lay out -> load -> is it owed, bit for bit? is all that is owed there?
+      -> save once, and close -> is the folder clean? -> load again -> is it what was saved?
+
+One rank, in this process, with saves that training waits for: it is started thousands of times.
+"""
+
+import shutil
+import time
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.crash.holdings import look_at
+from tests.crash.listening import Lines
+from tests.crash.operations import note
+from tests.crash.promises import ACKNOWLEDGED, BEGUN, facts, LOADED, Promises, Saved
+from tests.crash.small_run import SmallRun
+from tests.crash.tree import lay_out, read_tree, Tree
+from tests.unit_tests.components.checkpointer.ways import DISABLED, TC_WAITING, Way
+
+AGAIN = "again"
+"""The name of the run that starts after the crash."""
+
+KEEP = 2
+LIMIT_SECONDS = 20
+"""For a start with its save; it takes a twentieth of a second, and any wait for somebody ten."""
+
+
+class PromiseBrokenError(AssertionError):
+    """A start did not do what was promised."""
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Checks the checkpoints of one back end."""
+
+    way: Way
+    place: Path
+    """A directory for the folders of runs; each is deleted when it has been checked."""
+
+    @classmethod
+    def of(cls, way: Way, place: Path) -> "Checker":
+        """What checks that which was saved in this ``way``, or in any other one of its back end."""
+        return cls(DISABLED if way.format is DISABLED.format else TC_WAITING, place)
+
+    def check(self, tree: Tree, promises: Promises) -> None:
+        """Raises PromiseBrokenError, which shows the tree, what was logged and what was found."""
+        folder = self.place / "folder"
+        shutil.rmtree(folder, ignore_errors=True)
+        lay_out(tree, folder)
+        with Lines() as lines:
+            try:
+                self.check_folder(folder, promises)
+            except Exception as error:
+                raise PromiseBrokenError(
+                    f"{type(error).__name__}: {error}\n\nowed: {_told(promises.owed)}\nmay be loaded: "
+                    f"{_told(promises.may_load)}\n\nafter the crash:\n{tree}\n\nnow:\n{read_tree(folder)}"
+                    f"\n\nlogged:\n{lines}"
+                ) from error
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def check_folder(self, folder: Path, promises: Promises) -> None:
+        """The same of what lies in ``folder`` already. Raises whatever is met."""
+        started_at = time.monotonic()
+        run = self._run(folder)
+        is_loaded = run.load()
+        found = run.found() if is_loaded else None
+        _require_owed(found, promises)
+        self._require_all_there(folder, promises)
+        step = 1 if found is None else found.step + 1
+        run.save(step, by=AGAIN)
+        run.close()
+        self._require_clean(folder, _after_saving(promises, found, step))
+        again = self._run(folder)
+        assert again.load() and again.found() == Saved(
+            step, AGAIN
+        ), f"step {step} was saved and {again.found()} is loaded"
+        again.close()
+        seconds = time.monotonic() - started_at
+        assert seconds < LIMIT_SECONDS, f"this took {seconds:.1f} s"
+
+    def _run(self, folder: Path) -> SmallRun:
+        return SmallRun(folder, self.way, by=AGAIN, keep=KEEP, lock_timeout_seconds=10)
+
+    def _require_all_there(self, folder: Path, promises: Promises) -> None:
+        held = look_at(folder, self.way)
+        for each in sorted(promises.counting):
+            assert each in held.counting | held.replaced, f"{each} is gone: {held}"
+        for each in sorted(promises.left):
+            assert each in held.everywhere, f"{each}, which was put aside, is gone: {held}"
+
+    def _require_clean(self, folder: Path, promises: Promises) -> None:
+        held = look_at(folder, self.way)
+        assert not held.litter, f"left behind: {', '.join(held.litter)}"
+        assert (
+            held.counting >= promises.counting
+        ), f"{_told(promises.counting)} have to be in {held}"
+        more = held.counting - promises.counting - promises.unsure
+        assert not more, f"{_told(more)} should be gone"
+        assert held.everywhere >= promises.left, f"{_told(promises.left)} have to be in {held}"
+
+
+def _require_owed(found: Saved | None, promises: Promises) -> None:
+    if found is None:
+        assert promises.may_begin_anew, "nothing was loaded"
+    else:
+        assert found in promises.may_load, f"{found} was loaded"
+
+
+def _after_saving(promises: Promises, found: Saved | None, step: int) -> Promises:
+    """What is owed after a run has loaded what it has ``found`` and has saved ``step``."""
+    loaded, by = (0, "") if found is None else (found.step, found.by)
+    return promises.after(
+        [
+            note(0, LOADED, loaded, facts(by=by)),
+            note(0, BEGUN, step, facts(by=AGAIN, keep=KEEP)),
+            note(0, ACKNOWLEDGED, step, facts(by=AGAIN)),
+        ]
+    )
+
+
+def _told(saved: AbstractSet[Saved]) -> str:
+    return ", ".join(map(str, sorted(saved))) or "nothing"

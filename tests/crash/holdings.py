@@ -1,0 +1,111 @@
+"""What lies in the folder of a run: which states, whole, and what should not be there.
+
+This knows the layout on the disk by itself, from docs/checkpoint.md, and asks no manager: what the product
+takes for a checkpoint is what is tested.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xxhash import xxh3_64_hexdigest
+
+from tests.crash.promises import Saved
+from tests.crash.small_run import SmallRun
+from tests.unit_tests.components.checkpointer.ways import Way
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)(\.[2-9][0-9]*)?")
+
+
+@dataclass
+class Holdings:
+    """What was found."""
+
+    counting: set[Saved] = field(default_factory=set)
+    """Under the names that checkpoints have."""
+
+    replaced: set[Saved] = field(default_factory=set)
+    superseded: set[Saved] = field(default_factory=set)
+    litter: list[str] = field(default_factory=list)
+    """Paths of what no run should leave."""
+
+    @property
+    def everywhere(self) -> set[Saved]:
+        return self.counting | self.replaced | self.superseded
+
+
+def look_at(folder: Path, way: Way) -> Holdings:
+    """What is in the folder of a run that dumps into ``folder``."""
+    found = Holdings()
+    top = folder / "checkpoint"
+    for path in sorted(top.iterdir()) if top.is_dir() else ():
+        if path.name == "superseded":
+            # Of another history, of no use to anybody but people: whatever it is, it stays.
+            found.superseded |= {it for each in path.iterdir() if (it := _saved(each, way))}
+        elif path.name == "replaced":
+            found.litter.append(path.name)
+            found.replaced |= {it for each in path.iterdir() if (it := _saved(each, way))}
+        elif (saved := _saved(path, way)) is not None:
+            found.counting.add(saved)
+            found.litter += _litter(path)
+        else:
+            found.litter.append(path.name)
+    return found
+
+
+def _saved(path: Path, way: Way) -> Saved | None:
+    """Which state ``path`` holds, all of it as it was written; None if there is none."""
+    name = _STEP.fullmatch(path.name)
+    if name is None or not (path / way.format.marker).is_file():
+        return None
+    if (path / "manifest.deleted").exists():
+        return None
+    manifest = path / "manifest.json"
+    if not manifest.is_file():
+        return _loaded(path, way)
+    try:
+        told = json.loads(manifest.read_bytes())
+    except ValueError:
+        return None
+    is_whole = all(
+        (path / each).is_file() and xxh3_64_hexdigest((path / each).read_bytes()) == it["xxh3_64"]
+        for each, it in told["files"].items()
+    )
+    if not is_whole or told["step"] != int(name[1]):
+        return None
+    return Saved(told["step"], told["config"]["by"], told["kind"] == "full")
+
+
+def _loaded(path: Path, way: Way) -> Saved | None:
+    """The same of one without a manifest: what a load of it gives."""
+    with tempfile.TemporaryDirectory() as empty:
+        run = SmallRun(
+            empty,
+            way,
+            by="looks",
+            load_only=True,
+            initial_load_path=str(path),
+            initial_load_model_only=False,
+        )
+        try:
+            is_loaded = run.manager.load()
+            return run.found() if is_loaded else None
+        except Exception:  # whatever damage leads to
+            return None
+        finally:
+            run.close()
+
+
+def _litter(path: Path) -> Iterator[str]:
+    """What is in a checkpoint and no part of it."""
+    manifest = path / "manifest.json"
+    if manifest.is_file():
+        known = {*json.loads(manifest.read_bytes())["files"], manifest.name, "PIN"}
+        yield from (f"{path.name}/{it.name}" for it in path.iterdir() if it.name not in known)
+    else:
+        # Killed when all but the manifest was there. What was to become that goes with the rest one day.
+        left = (it.name for it in path.glob("*.tmp") if it.name != f"{manifest.name}.tmp")
+        yield from (f"{path.name}/{name}" for name in left)

@@ -1,0 +1,194 @@
+"""Which histories are recorded, and the points of each at which a crash can fall.
+
+Real managers save on real ranks, with their writer processes where the way has some. What is recorded once
+serves all tests of a session; a history is recorded when the first of its kind is asked for.
+
+    CASES -> Histories.points_of -> ranks of the pool -> a log for each story -> points.py
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torchtitan.tools import disk
+
+from tests.crash.interleaving import interleaved_points
+from tests.crash.meetings import meetings
+from tests.crash.operations import append, Operation, read_log
+from tests.crash.points import crash_points, CrashPoint, KILLED
+from tests.crash.promises import Promises
+from tests.crash.recording import RecordingDisk
+from tests.crash.stories import Stage, STORIES
+from tests.crash.tree import EMPTY, lay_out, read_tree, Tree
+from tests.ranks.pool import run_on_ranks
+from tests.unit_tests.components.checkpointer.ways import Way, WAYS
+
+T = TypeVar("T")
+
+RESUMED = "resumed"
+_OF_ONE_RANK = ("first saves", "saved again", "last save", "last weights", "gone back", "expired")
+_OF_TWO_RANKS = ("first saves", "saved again", "gone back")
+_WITH_A_WRITER = ("first saves",)
+"""Each takes seconds to start the process that writes."""
+
+_NUM_RESUMED, _NUM_RESUMED_WITH_A_WRITER = 3, 1
+"""So many kills of each story are gone on from, and as many power cuts."""
+
+_FEW_ORDERS = 6
+_TIMEOUT_SECONDS = 280.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of history, of one way to save."""
+
+    story: str
+    way: Way
+    num_ranks: int = 1
+
+    def __str__(self) -> str:
+        ranks = "" if self.num_ranks == 1 else f", {self.num_ranks} ranks"
+        return f"{self.story}, {self.way}{ranks}"
+
+
+def _stories_of(way: Way, all_of_them: tuple[str, ...]) -> tuple[str, ...]:
+    return _WITH_A_WRITER if way.has_writer else all_of_them
+
+
+CASES = [
+    *(Case(story, way) for way in WAYS for story in _stories_of(way, _OF_ONE_RANK)),
+    *(Case(RESUMED, way) for way in WAYS),
+    *(Case(story, way, 2) for way in WAYS for story in _stories_of(way, _OF_TWO_RANKS)),
+]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What was there when a history began."""
+
+    operations: tuple[Operation, ...] = ()
+    """Of the run that was killed: what it had not synced may still be lost."""
+    start: Tree = EMPTY
+    """What was on the disk before all of ``operations``."""
+    left: Tree = EMPTY
+    """What was there after them."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened, and what was on the disk in the end."""
+
+    operations: list[Operation]
+    earlier: Earlier
+    end: Tree
+
+    def points(self) -> Iterator[CrashPoint]:
+        """What crashes leave, without those of the earlier run."""
+        begun = len(self.earlier.operations)
+        return crash_points(self.operations, self.earlier.start, first=begun + 1)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A point that is like no other one of its case, and what it is judged by."""
+
+    point: CrashPoint
+    promises: Promises
+
+
+class Histories:
+    """Records in ``place``, once each."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._recorded: dict[Case, list[History]] = {}
+
+    def of(self, case: Case) -> list[History]:
+        """The histories of ``case``; of one that goes on from crashes, one for each of these."""
+        if case not in self._recorded:
+            # Processes are what takes time, so all that can be done in one set of them is.
+            together = [each for each in CASES if _group(each) == _group(case)]
+            self._record(together, case.num_ranks)
+        return self._recorded[case]
+
+    def points_of(self, case: Case, *, all_orders: bool = False) -> list[Judged]:
+        """All points of ``case``; with several ranks of a few orders, unless all are wanted."""
+        found: dict[tuple[bytes, Promises], Judged] = {}
+        for history in self.of(case):
+            points = history.points()
+            if case.num_ranks > 1 and not case.way.has_writer:
+                limit = None if all_orders else _FEW_ORDERS
+                points = interleaved_points(history.operations, limit=limit)
+            notes: tuple[Operation, ...] = ()
+            promises = Promises()
+            for point in points:
+                if point.notes != notes:
+                    notes, promises = point.notes, Promises().after(point.notes)
+                key = point.tree.digest, promises
+                found.setdefault(key, Judged(point, promises))
+        return list(found.values())
+
+    def _record(self, cases: Sequence[Case], num_ranks: int) -> None:
+        parts: list[tuple[Case, Path, Earlier]] = []
+        for case in cases:
+            for earlier in self._earlier(case):
+                parts.append((case, self._place / f"{len(parts)}-{_group(case)}", earlier))
+                _prepare(parts[-1][1], earlier)
+        scenes = [(case.story, case.way, str(place)) for case, place, _ in parts]
+        run_on_ranks(num_ranks, _play, scenes, timeout_seconds=_TIMEOUT_SECONDS)
+        for case, place, earlier in parts:
+            history = History(read_log(str(place / "log")), earlier, read_tree(place / "root"))
+            self._recorded.setdefault(case, []).append(history)
+
+    def _earlier(self, case: Case) -> list[Earlier]:
+        if case.story != RESUMED:
+            return [Earlier()]
+        count = _NUM_RESUMED_WITH_A_WRITER if case.way.has_writer else _NUM_RESUMED
+        found = []
+        for first in CASES:
+            if (first.way, first.num_ranks) == (case.way, 1) and first.story != RESUMED:
+                found += _crashes(self.of(first)[0], count)
+        return found
+
+
+def _group(case: Case) -> str:
+    return f"{'resumed' if case.story == RESUMED else 'first'}-{case.num_ranks}"
+
+
+def _crashes(history: History, count: int) -> Iterator[Earlier]:
+    """So many kills in the middle of ``history``, and as many power cuts."""
+    points = list(history.points())
+    killed = [each for each in points if each.variant == KILLED]
+    others = [each for each in points if each.variant != KILLED]
+    for point in evenly(killed, count):
+        yield Earlier(tuple(history.operations[: point.number]), left=point.tree)
+    for point in evenly(others, count):
+        # After a power cut nothing is pending.
+        yield Earlier(point.notes, start=point.tree, left=point.tree)
+
+
+def _prepare(place: Path, earlier: Earlier) -> None:
+    lay_out(earlier.left, place / "root")
+    if earlier.operations:
+        append(str(place / "log"), earlier.operations)
+
+
+def _play(scenes: list[tuple[str, Way, str]]) -> None:
+    """On each rank: all of these, one after the other."""
+    for story, way, place in scenes:
+        recording = RecordingDisk(os.path.join(place, "root"), f"{place}/log", dist.get_rank())
+        noted = meetings(recording) if dist.get_world_size() > 1 else nullcontext()
+        with disk.using(recording), noted:
+            STORIES[story](Stage(way, recording))
+        dist.barrier()
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """``count`` of ``items``, or all if there are no more, from the first on and evenly chosen."""
+    if count >= len(items):
+        return list(items)
+    return [items[number * len(items) // count] for number in range(count)]
