@@ -152,6 +152,16 @@ def test_a_half_deleted_one_is_told_from_a_save_that_died(
 
 
 @of_each_manager
+def test_what_a_dead_run_has_replaced_goes_with_the_folder_around_it(
+    tmp_path: Path, way: Way
+) -> None:
+    folder = trained(tmp_path, way, 2)
+    shutil.copytree(folder / "step-2", folder / "replaced/step-2")
+    goes_on(tmp_path, way, 3)
+    assert names(tmp_path) == ["step-2", "step-3"]
+
+
+@of_each_manager
 @pytest.mark.parametrize("by", ["its name", "a link"])
 def test_what_the_run_begins_from_stays_in_the_own_folder_as_well(
     tmp_path: Path, way: Way, by: str
