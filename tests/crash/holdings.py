@@ -31,6 +31,9 @@ class Holdings:
     superseded: set[Saved] = field(default_factory=set)
     litter: list[str] = field(default_factory=list)
     """Paths of what no run should leave."""
+    pinned: set[int] = field(default_factory=set)
+    damaged: list[str] = field(default_factory=list)
+    """Paths of what has the marks of a checkpoint, and does not hold what was saved."""
 
     @property
     def everywhere(self) -> set[Saved]:
@@ -50,10 +53,18 @@ def look_at(folder: Path, way: Way) -> Holdings:
             found.replaced |= {it for each in path.iterdir() if (it := _saved(each, way))}
         elif (saved := _saved(path, way)) is not None:
             found.counting.add(saved)
+            found.pinned |= {saved.step} if (path / "PIN").exists() else set()
             found.litter += _litter(path)
         else:
             found.litter.append(path.name)
+            found.damaged += [path.name] if _has_marks(path, way) else []
     return found
+
+
+def _has_marks(path: Path, way: Way) -> bool:
+    is_marked = any((path / name).is_file() for name in ("manifest.json", way.format.marker))
+    is_going = (path / "manifest.deleted").exists()
+    return is_marked and not is_going and _STEP.fullmatch(path.name) is not None
 
 
 def _saved(path: Path, way: Way) -> Saved | None:
