@@ -165,7 +165,6 @@ class Housekeeping(Claiming, RoomCheck):
             elif self.purge_thread is not None and self.purge_thread.is_alive():
                 self._delete_beside_training(path)
                 self._has_replaced = True  # the folder around it goes at the end of the run
-                self._has_replaced = True  # the folder around it goes at the end
             else:
                 self._remove(path, "whose step was saved again")
         self._remove_if_empty(aside)
