@@ -104,7 +104,7 @@ _WRITING = (
         "tc-data-unsynced",
         "`torch_checkpointing` does not sync the files that it writes",
         f"{_OURS}/tc/storage.py",
-        "                disk.current().sync(self._file)\n",
+        "                disk.current().sync(cast(BinaryIO, self._file))\n",
         "                pass\n",
     ),
     _bug(
@@ -310,11 +310,25 @@ _STARTING = (
 
 _FAILING = (
     _bug(
+        "start-unsynced",
+        "What a start goes on from is not synced, which a run that was killed may not have come to",
+        f"{_OURS}/starting.py",
+        "            self._make_durable(self._source)\n",
+        "",
+    ),
+    _bug(
+        "lock-unsynced",
+        "The lock of a folder gets its name before its content is on the disk",
+        f"{_OURS}/lock_file.py",
+        "            disk.current().sync(file)\n            yield temporary, file\n",
+        "            file.flush()\n            yield temporary, file\n",
+    ),
+    _bug(
         "faults-swallowed",
         "An error of a sync is passed over",
         f"{_OURS}/tc/storage.py",
-        "                disk.current().sync(self._file)\n",
-        "                try:\n                    disk.current().sync(self._file)\n"
+        "                disk.current().sync(cast(BinaryIO, self._file))\n",
+        "                try:\n                    disk.current().sync(cast(BinaryIO, self._file))\n"
         "                except OSError:\n                    pass\n",
     ),
     _bug(
@@ -323,6 +337,13 @@ _FAILING = (
         f"{_OURS}/dcp_writer.py",
         "            self._take_back()\n",
         "",
+    ),
+    _bug(
+        "tc-failed-save-counts",
+        "`torch_checkpointing` tells that a save has failed after it had its name, and leaves it that",
+        f"{_OURS}/tc/writer.py",
+        "                self._take_back(Path(path), folder)\n",
+        "                pass\n",
     ),
 )
 
