@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from torchtitan.components.checkpointer.dcp_index import MARKER
 from torchtitan.components.checkpointer.dcp_screening import require_plain_items
+from torchtitan.components.checkpointer.errors import error_of_system
 from torchtitan.components.checkpointer.integrity.digests import FileDigest, HashingStream
 from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
 from torchtitan.tools import disk, filesystem
@@ -195,7 +196,7 @@ class DurableFileSystemWriter(FileSystemWriter):
         except RuntimeError as error:
             # torch's archive writer fails once more when it closes the file; alone, that error
             # would reach the other ranks, and it does not say that the disk is full.
-            raise _disk_error(error) or error from error
+            raise error_of_system(error) or error from error
         filesystem.fsync_dir(os.fspath(self.path))
         results: Future[list[WriteResult]] = Future()
         results.set_result(Written(written, self._committing_fs().digests))
@@ -250,11 +251,3 @@ def _remove(path: str) -> None:
         # A disk that does not sync may still have taken the name away, and that is what counts.
         if os.path.lexists(path):
             raise
-
-
-def _disk_error(error: BaseException) -> OSError | None:
-    """The operating system's error behind ``error``, if there is one."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
-        link = link.__cause__ or link.__context__
-    return link

@@ -64,3 +64,11 @@ def _said(error: BaseException) -> str:
     # Its repr leaves the path out.
     is_of_a_path = isinstance(error, OSError) and error.filename is not None
     return f"{type(error).__name__}({error})" if is_of_a_path else repr(error)
+
+
+def error_of_system(error: BaseException) -> OSError | None:
+    """What the operating system has said that led to ``error``, if it has."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    return link

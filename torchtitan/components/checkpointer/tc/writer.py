@@ -24,6 +24,7 @@ from torch_checkpointing.checkpoint_writer import (
 )
 from torch_checkpointing.storage.base_storage import Storage
 
+from torchtitan.components.checkpointer.errors import error_of_system
 from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
 from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.commit import (
@@ -180,7 +181,12 @@ class Writer(CheckpointWriter):
         self, key: str, layout_info: LayoutInfo, full_path: Path, data_to_serialize: Any
     ) -> None:
         # Not earlier: what fails here is told to the other ranks, and one file needs least memory.
-        super()._write_key(key, layout_info, full_path, compact(data_to_serialize))
+        content = compact(data_to_serialize)
+        try:
+            super()._write_key(key, layout_info, full_path, content)
+        except RuntimeError as error:
+            # torch's archive writer fails once more when it closes the file, and says nothing of the disk.
+            raise error_of_system(error) or error from error
 
 
 def _remove(storage: Storage, path: Path) -> None:

@@ -1,5 +1,6 @@
 """The files of a rank get their name when all ranks have written; whatever fails is told to all."""
 
+import errno
 import os
 import shutil
 import threading
@@ -24,7 +25,10 @@ from torchtitan.components.checkpointer.pinned.serving import require_trainer, T
 from torchtitan.components.checkpointer.tc.commit import Commit, Files, StoreCommit
 from torchtitan.components.checkpointer.tc.storage import DurableStorage, DurableStorageConfig
 from torchtitan.components.checkpointer.tc.writer import Writer
+from torchtitan.tools.disk import using
 
+from tests.crash.faults import Fault, Faults, FaultyDisk, How, Place
+from tests.crash.operations import Kind
 from tests.unit_tests.components.checkpointer.recomputed import require_true
 from tests.unit_tests.components.checkpointer.tc.stand_ins import FullDisk, Watched
 
@@ -167,6 +171,25 @@ def test_writers_of_three_ranks_name_a_checkpoint_that_is_whole_or_none(
     expected = {rank: full if rank == failing else told for rank in range(3)}
     assert ends == (dict.fromkeys(range(3), whole) if failing is None else expected)
     assert os.listdir(tmp_path) == (["step-1"] if failing is None else ["tmp_step-1"])
+
+
+def test_a_disk_that_is_full_is_called_so_wherever_in_a_file_it_is(tmp_path: Path) -> None:
+    num_writes = 0
+    while True:
+        at = Place(Kind.WRITE, f"{num_writes}/tmp_step-1/model_0.pt", num_writes + 1)
+        faults = Faults(Fault(at, How.REFUSED, errno.ENOSPC))
+        folder = tmp_path / str(num_writes)
+        folder.mkdir()
+        with using(FaultyDisk(str(tmp_path), faults)):
+            try:
+                Writer(writer_args(), lambda: Noted(folder)).write(
+                    str(folder / "step-1"), content()
+                )
+                break
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                num_writes += 1
+    assert num_writes > 10 and not faults.has_come
 
 
 def test_a_storage_that_travels_is_made_anew_where_it_is_needed() -> None:
