@@ -174,22 +174,18 @@ def test_writers_of_three_ranks_name_a_checkpoint_that_is_whole_or_none(
 
 
 def test_a_disk_that_is_full_is_called_so_wherever_in_a_file_it_is(tmp_path: Path) -> None:
-    num_writes = 0
-    while True:
-        at = Place(Kind.WRITE, f"{num_writes}/tmp_step-1/model_0.pt", num_writes + 1)
-        faults = Faults(Fault(at, How.REFUSED, errno.ENOSPC))
-        folder = tmp_path / str(num_writes)
+    def write(folder: Path, number: int) -> Faults:
         folder.mkdir()
-        with using(FaultyDisk(str(tmp_path), faults)):
-            try:
-                Writer(writer_args(), lambda: Noted(folder)).write(
-                    str(folder / "step-1"), content()
-                )
-                break
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-                num_writes += 1
-    assert num_writes > 10 and not faults.has_come
+        at = Place(Kind.WRITE, "tmp_step-1/model_0.pt", number)
+        faults = Faults(Fault(at, How.REFUSED, errno.ENOSPC))
+        with using(FaultyDisk(str(folder), faults)):
+            Writer(writer_args(), lambda: Noted(folder)).write(str(folder / "step-1"), content())
+        return faults
+
+    for number in range(1, 12):
+        with pytest.raises(OSError, match="No space left on device"):
+            write(tmp_path / str(number), number)
+    assert not write(tmp_path / "later", 1000).has_come
 
 
 def test_a_storage_that_travels_is_made_anew_where_it_is_needed() -> None:
