@@ -6,6 +6,7 @@
 One rank, in this process, with saves that training waits for: it is started thousands of times.
 """
 
+import gc
 import shutil
 import time
 from collections.abc import Set as AbstractSet
@@ -62,6 +63,8 @@ class Checker:
                 ) from error
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+                # A manager holds itself, and with it sockets and threads.
+                gc.collect()
 
     def check_folder(self, folder: Path, promises: Promises, *, steps: int = 1) -> None:
         """The same of what lies in ``folder`` already, with a save after ``steps``. Raises whatever is met."""

@@ -123,6 +123,9 @@ class SmallRun:
         """End in order."""
         self.settle()
         self.manager.close()
+        if _num_ranks() == 1 and (group := getattr(self.manager, "pg", None)) is not None:
+            # A program has one manager; of thousands the sockets and threads would stay.
+            dist.destroy_process_group(group)
 
     def become(self, step: int) -> None:
         """Take on the state after ``step``."""
