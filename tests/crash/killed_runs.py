@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.tools.disk import using
 
 from tests.crash.killing import Kill, KillingDisk
-from tests.ranks.pool import end_of_ranks, RankEnd, run_on_ranks
+from tests.ranks.pool import end_of_ranks, RankEnd
 from tests.ranks.steering import await_end_of_save
 from tests.unit_tests.components.checkpointer.runs import build_run, Run
 from tests.unit_tests.components.checkpointer.ways import Way
@@ -37,6 +39,7 @@ OF_THE_RUN = "KILLED_RUN"
 """In the environment of each process of such a run: the folder that it belongs to."""
 
 TOLD = "told"
+THERE = "there"
 
 PATIENCE = {"timeout_seconds": 200.0, "settle_seconds": 40.0}
 
@@ -49,7 +52,7 @@ class Told:
     what: str
     step: int
     state: str = ""
-    """The digest of all values."""
+    """The digest of all values; of a step that is acknowledged: whether it is ``THERE``."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Start:
         return [each.step for each in self.told if each.what == what]
 
     @property
+    def has_saved(self) -> bool:
+        """Whether it has got as far as a save that was acknowledged."""
+        return max(self.steps("acknowledged"), default=0) > max(self.steps("resumed"), default=0)
+
+    @property
     def victims(self) -> set[str]:
         return {victim for place in self.struck for victim in self.kills[place].victims}
 
@@ -75,7 +83,9 @@ class Start:
             f"{kill}{'' if place in self.struck else ' (not reached)'}"
             for place, kill in enumerate(self.kills)
         )
-        told = "\n".join(f"  {each.rank} {each.what} {each.step}" for each in self.told[-12:])
+        told = "\n".join(
+            f"  {each.rank} {each.what} {each.step} {each.state}" for each in self.told[-12:]
+        )
         ends = "\n".join(
             f"--- rank {end.rank}: {end.how}, {end.exit_code}\n{end.detail}\n{end.log}"
             for end in self.ends
@@ -119,13 +129,14 @@ def go_on(folder: Path, way: Way, until: int, kills: tuple[Kill, ...], notes: Pa
         run.manager.describe_run(RunDescription({}, {}))
         try:
             run.manager.load()
-            tell(notes, "resumed", run.step, digest(run.snapshot()))
+            tell(notes, "resumed", run.step, digest(run))
+            until = max(until, run.step + LAST_STEPS)
+            train_and_save(run, notes)
             if dist.get_rank() == 0:
                 disk.start_clocks()
-            until = max(until, run.step + LAST_STEPS)
             while run.step < until:
                 train_and_save(run, notes, is_last=run.step + 1 == until)
-            tell(notes, "done", run.step, digest(run.snapshot()))
+            tell(notes, "done", run.step, digest(run))
             run.manager.close()
         except BaseException:
             with suppress(Exception):  # as the trainer does; the first error is the one to tell
@@ -145,8 +156,11 @@ def train_and_save(run: Run, notes: Path, *, is_last: bool = False) -> None:
 
 
 def tell_newest(run: Run, notes: Path) -> None:
+    """Tell what the manager says is good, and whether it is: nothing deletes the newest one."""
     if run.manager.newest_good is not None:
-        tell(notes, "acknowledged", run.manager.newest_good[0])
+        step = run.manager.newest_good[0]
+        path = Path(run.manager.folder) / f"step-{step}" / run.manager.FORMAT.marker
+        tell(notes, "acknowledged", step, THERE if path.exists() else "missing")
 
 
 def tell(notes: Path, what: str, step: int, state: str = "") -> None:
@@ -158,37 +172,42 @@ def tell(notes: Path, what: str, step: int, state: str = "") -> None:
         os.close(descriptor)
 
 
-def digest(snapshot: dict[str, Any]) -> str:
-    """The same for two states that are the same bit for bit."""
-    return hashlib.sha256(repr(sorted(snapshot.items())).encode()).hexdigest()[:16]
+def digest(run: Run) -> str:
+    """The same for two states that are, on this rank, the same bit for bit."""
+    parts = (run.model, run.optimizers, run.lr_schedulers, run.dataloader, run.progress)
+    values = [_plain(it) for part in parts for it in sorted(part.state_dict().items())]
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.to_local()  # no collective: another rank may be dead by now
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return [(key, _plain(it)) for key, it in sorted(value.items())]
+    return [_plain(it) for it in value] if isinstance(value, (list, tuple)) else value
 
 
 def undisturbed(folder: Path, until: int) -> list[str]:
-    """On each rank: the digest of the state after each step, of a run that neither saves nor is killed."""
+    """The digests of the state after each step on this rank, in a run that neither saves nor is killed."""
     run = build_run(folder, enable=False)
-    digests = [digest(run.snapshot())]
+    digests = [digest(run)]
     while run.step < until:
         run.train(run.step + 1)
-        digests.append(digest(run.snapshot()))
+        digests.append(digest(run))
     return digests
 
 
 def load_each(folder: Path, way: Way, steps: list[int]) -> list[str]:
-    """On each rank: the digests of the states of these checkpoints."""
+    """The digests of the states of these checkpoints on this rank."""
     found = []
     for step in steps:
         run = build_run(folder, seed=5, load_only=True, **way.settings)
         assert run.manager.load(step) and run.step == step
-        found.append(digest(run.snapshot()))
+        found.append(digest(run))
         run.manager.close()
     return found
-
-
-def digests_of(folder: Path, way: Way, steps: list[int]) -> list[str]:
-    """Those of the states in these checkpoints, which both ranks agree on."""
-    of_0, of_1 = run_on_ranks(2, load_each, folder, way, steps)
-    assert of_0 == of_1
-    return of_0
 
 
 def processes_of(folder: Path) -> list[int]:

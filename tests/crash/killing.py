@@ -24,10 +24,10 @@ class Kill:
     """Such as ``rank 0`` and ``writer 1``."""
 
     at: Moment | float
-    """Or so many seconds after the load: a moment that nobody has chosen, as in the world."""
+    """Or so many seconds after the first save: a moment that nobody has chosen, as in the world."""
 
     def __str__(self) -> str:
-        at = self.at if isinstance(self.at, Moment) else f"{self.at:.2f} s after the load"
+        at = self.at if isinstance(self.at, Moment) else f"{self.at:.2f} s after the first save"
         return f"{' and '.join(self.victims)} {at}"
 
 

@@ -79,7 +79,7 @@ def go_through_trouble(way: Way, moment: Moment, trouble: Trouble, notes: Path) 
     ids=str,
 )
 def test_a_disk_that_fails_for_a_while_costs_the_saves_of_that_while(
-    tmp_path: Path, way: Way, what: str, kills_seed: int, states: list[str]
+    tmp_path: Path, way: Way, what: str, kills_seed: int, states: list[list[str]]
 ) -> None:
     draw = random.Random(f"{kills_seed} {way} {what}")
     moment = draw_moment(draw, has_writer=way.has_writer, num_saves=8)
@@ -99,6 +99,6 @@ def test_a_disk_that_fails_for_a_while_costs_the_saves_of_that_while(
         assert {*before} <= {*survival.acknowledged}, story
         begun = start(disk, tmp_path / "start-1", way)
         story = f"{story}\nand then: {begun}"
-        check_ends(begun, story)
+        check_ends(begun, way, story)
         survival.after(begun, story)
         survival.in_the_end(story)
