@@ -6,10 +6,10 @@ takes for a checkpoint is what is tested.
 
 import json
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from xxhash import xxh3_64_hexdigest
 
@@ -76,7 +76,7 @@ def _saved(path: Path, way: Way) -> Saved | None:
         return None
     manifest = path / "manifest.json"
     if not manifest.is_file():
-        return _loaded(path, way)
+        return _loaded(path, way, int(name[1]))
     try:
         told = json.loads(manifest.read_bytes())
     except ValueError:
@@ -90,24 +90,20 @@ def _saved(path: Path, way: Way) -> Saved | None:
     return Saved(told["step"], told["config"]["by"], told["kind"] == "full")
 
 
-def _loaded(path: Path, way: Way) -> Saved | None:
-    """The same of one without a manifest: what a load of it gives."""
-    with tempfile.TemporaryDirectory() as empty:
-        run = SmallRun(
-            empty,
-            way,
-            by="looks",
-            load_only=True,
-            initial_load_path=str(path),
-            initial_load_model_only=False,
-        )
-        try:
-            is_loaded = run.manager.load()
-            return run.found() if is_loaded else None
-        except Exception:  # whatever damage leads to
-            return None
-        finally:
-            run.close()
+def _loaded(path: Path, way: Way, step: int) -> Saved | None:
+    """The same of one without a manifest: what a load of it gives, as a full one or of weights alone."""
+    for takes_weights in (False, True):
+        with TemporaryDirectory() as empty:
+            begins = {"initial_load_path": str(path), "initial_load_model_only": takes_weights}
+            run = SmallRun(empty, way, by="again", load_only=True, **begins)
+            try:
+                run.manager.load()
+                return run.found_weights(step) if takes_weights else run.found()
+            except Exception:  # whatever damage, or a lack of all the rest, leads to
+                continue
+            finally:
+                run.close()
+    return None
 
 
 def _litter(path: Path) -> Iterator[str]:

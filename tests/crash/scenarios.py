@@ -35,8 +35,13 @@ _OF_TWO_RANKS = ("first saves", "saved again", "gone back")
 _WITH_A_WRITER = ("first saves",)
 """Each takes seconds to start the process that writes."""
 
-_NUM_RESUMED, _NUM_RESUMED_WITH_A_WRITER = 3, 1
-"""So many kills of each story are gone on from, and as many power cuts."""
+
+def _num_resumed(way: Way) -> tuple[int, int]:
+    """How many kills of each story are gone on from, and how many power cuts."""
+    if way.has_writer:
+        return 1, 0
+    return (1, 1) if way.is_background else (2, 2)
+
 
 _FEW_ORDERS = 6
 _TIMEOUT_SECONDS = 280.0
@@ -147,11 +152,10 @@ class Histories:
     def _earlier(self, case: Case) -> list[Earlier]:
         if case.story != RESUMED:
             return [Earlier()]
-        count = _NUM_RESUMED_WITH_A_WRITER if case.way.has_writer else _NUM_RESUMED
-        found = []
+        found: list[Earlier] = []
         for first in CASES:
             if (first.way, first.num_ranks) == (case.way, 1) and first.story != RESUMED:
-                found += _crashes(self.of(first)[0], count)
+                found += _crashes(self.of(first)[0], *_num_resumed(case.way))
         return found
 
 
@@ -159,14 +163,14 @@ def _group(case: Case) -> str:
     return f"{'resumed' if case.story == RESUMED else 'first'}-{case.num_ranks}"
 
 
-def _crashes(history: History, count: int) -> Iterator[Earlier]:
-    """So many kills in the middle of ``history``, and as many power cuts."""
+def _crashes(history: History, num_kills: int, num_cuts: int) -> Iterator[Earlier]:
+    """So many kills in the middle of ``history``, and so many power cuts."""
     points = list(history.points())
     killed = [each for each in points if each.variant == KILLED]
     others = [each for each in points if each.variant != KILLED]
-    for point in evenly(killed, count):
+    for point in _inside(killed, num_kills):
         yield Earlier(tuple(history.operations[: point.number]), left=point.tree)
-    for point in evenly(others, count):
+    for point in _inside(others, num_cuts):
         # After a power cut nothing is pending.
         yield Earlier(point.notes, start=point.tree, left=point.tree)
 
@@ -192,3 +196,8 @@ def evenly(items: Sequence[T], count: int) -> list[T]:
     if count >= len(items):
         return list(items)
     return [items[number * len(items) // count] for number in range(count)]
+
+
+def _inside(points: Sequence[CrashPoint], count: int) -> list[CrashPoint]:
+    """As ``evenly``, but none at the beginning, when nothing was saved yet."""
+    return evenly(points[len(points) // 3 :], count)

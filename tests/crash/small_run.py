@@ -23,6 +23,9 @@ from tests.crash.promises import ACKNOWLEDGED, BEGUN, facts, LOADED, Saved
 from tests.unit_tests.components.checkpointer.runs import build_manager, Counter
 from tests.unit_tests.components.checkpointer.ways import Way
 
+NAMES = ("first", "second", "resumed", "again")
+"""Of all runs that there are; weights alone do not tell it."""
+
 SHAPES = {"weight": (6, 2), "bias": (3,), "moments": (6, 2)}
 _SHARDED = ("weight", "moments")
 
@@ -75,6 +78,7 @@ class SmallRun:
             note: takes down what it asks of the manager, and is answered.
             keep: as ``keep_latest_k``.
         """
+        assert by in NAMES
         self.by, self.keep = by, keep
         self._note = note
         self._open: tuple[int, str] | None = None
@@ -137,7 +141,7 @@ class SmallRun:
         self.progress.values.update(step=step, by=self.by)
         self._describe()
 
-    def found(self, *, is_full: bool = True) -> Saved:
+    def found(self) -> Saved:
         """Which state this is, on one rank. AssertionError if it is none, or not all of one."""
         step, by = self.progress.values["step"], self.progress.values["by"]
         wanted = values(step, by)
@@ -147,7 +151,15 @@ class SmallRun:
                 f"and not {wanted[name].flatten().tolist()}"
             )
         assert self.moments.rate == step, f"the rate is {self.moments.rate} in step {step}"
-        return Saved(step, by, is_full)
+        return Saved(step, by)
+
+    def found_weights(self, step: int) -> Saved | None:
+        """Which state of ``step`` the weights are those of, on one rank; None if of none."""
+        for by in NAMES:
+            wanted = values(step, by)
+            if all(torch.equal(it, wanted[name]) for name, it in self.model.named_parameters()):
+                return Saved(step, by, is_full=False)
+        return None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), "moments": self.moments.tensor}
