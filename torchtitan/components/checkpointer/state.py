@@ -110,7 +110,8 @@ def _is_seen_by_torch_only(part: nn.Module) -> bool:
     Other code may expect tensors without a history, as nearly everybody asks for them.
     """
     return not any(
-        module._state_dict_hooks or module._state_dict_pre_hooks
+        module._state_dict_hooks
+        or not all(map(_is_of_sharding, module._state_dict_pre_hooks.values()))
         # Of the object itself, which may have been given another one than its class has.
         or any(
             getattr(getattr(module, name), "__func__", None) is not method
@@ -118,6 +119,11 @@ def _is_seen_by_torch_only(part: nn.Module) -> bool:
         )
         for module in part.modules()
     )
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Whether it is what every sharded module has: it puts the shards in place, and looks at no entry."""
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
 
 
 _OF_TORCH = {
@@ -128,6 +134,11 @@ _OF_TORCH = {
 
 def _both_tensors(cached: Any, fresh: Any) -> bool:
     return isinstance(cached, torch.Tensor) and isinstance(fresh, torch.Tensor)
+
+
+def _same_spec(cached: torch.Tensor, fresh: torch.Tensor) -> bool:
+    ours, theirs = getattr(cached, "_spec", None), getattr(fresh, "_spec", None)
+    return ours is theirs or ours == theirs
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -144,11 +155,18 @@ def _place(tensor: Any) -> tuple[int, int]:
 
 def _same_view(cached: Any, fresh: Any) -> bool:
     """Whether both look at the same elements of the same memory."""
+    if not _both_tensors(cached, fresh):
+        return False
+    ours, theirs = _elements(cached), _elements(fresh)
+    # The memory of the cached one cannot have become another's: it still holds it. Training waits for
+    # this, once for each entry, so it asks for nothing that takes a tensor long to tell.
     return (
-        _both_tensors(cached, fresh)
-        and _layout(cached) == _layout(fresh)
-        and _place(cached) == _place(fresh)
-        and _elements(cached).stride() == _elements(fresh).stride()
+        ours.data_ptr() == theirs.data_ptr()
+        and ours.shape == theirs.shape
+        and ours.stride() == theirs.stride()
+        and ours.dtype == theirs.dtype
+        and ours.device == theirs.device
+        and _same_spec(cached, fresh)
     )
 
 
@@ -171,9 +189,13 @@ def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.T
     A copy of such a tensor may be made during the next forward and backward pass. Buffers change in
     there, and of other objects, the extra state of a module among them, nobody knows.
     """
-    parts = states[MODEL].model
-    moving = {_place(buffer)[0] for part in parts for buffer in part.buffers()}
-    still = {_place(weight)[0] for part in parts for weight in part.parameters()} - moving
+    moving: set[int] = set()
+    still: set[int] = set()
+    # One walk, which for a large model takes long enough to be waited for.
+    for module in (module for part in states[MODEL].model for module in part.modules()):
+        moving.update(_place(it)[0] for it in module._buffers.values() if it is not None)
+        still.update(_place(it)[0] for it in module._parameters.values() if it is not None)
+    still -= moving
 
     def is_model(key: str) -> bool:
         # One entry of the model at the top level of a checkpoint, or all of them under one key.

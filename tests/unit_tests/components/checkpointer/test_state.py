@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _patch_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     flatten_states,
@@ -117,6 +120,26 @@ class Pair(nn.Module):
 
 def values_of(state: dict[str, Any]) -> list[float]:
     return [*state["a"].tolist(), *state["b"].tolist()]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["stride", "dtype", "shape", "placements"])
+def test_what_begins_at_the_same_address_and_is_read_in_another_way_is_another_entry(
+    kind: str,
+) -> None:
+    weight, mesh = torch.arange(4.0).view(2, 2), init_device_mesh("cpu", (1,))
+    other = {
+        "stride": weight.t(),
+        "dtype": weight.view(torch.int32),
+        "shape": weight[:1],
+        "placements": DTensor.from_local(weight, mesh, [Replicate()]),
+    }[kind]
+    before = DTensor.from_local(weight, mesh, [Shard(0)]) if kind == "placements" else weight
+    model = Changing({"w": before})
+    wrapper = ModelWrapper(model)
+    model.entries = {"w": other}
+    assert wrapper.state_dict()["w"] is other
+    assert weight.tolist() == [[0.0, 1.0], [2.0, 3.0]]
 
 
 def test_parameters_that_trade_places_keep_their_values() -> None:
@@ -238,6 +261,22 @@ def test_a_hook_before_the_entries_is_asked_for_them_without_a_history() -> None
     model["own"].register_state_dict_pre_hook(lambda module, prefix, keeps: kept.append(keeps))
     ModelWrapper(model).state_dict()
     assert kept and not any(kept)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_gives_its_shards_and_is_not_asked_to_detach_each_of_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(1, 2))
+    # Whole until a backward pass, which a validation has none of; what torch hooked in changes that.
+    assert not isinstance(model[0].weight, DTensor) and model[0]._state_dict_pre_hooks
+    wrapper = ModelWrapper(model)
+    _, own = wrapper._live_entries()
+    assert own == dict(model.named_parameters()).keys() == wrapper.state_dict().keys()
+    for name, value in wrapper.state_dict().items():
+        assert isinstance(value, DTensor) and not value.requires_grad
+        live: Any = model.get_parameter(name)
+        assert value is not live and value.to_local().data_ptr() == live.to_local().data_ptr()
 
 
 class Remembering(nn.Module):
