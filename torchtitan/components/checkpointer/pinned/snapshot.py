@@ -115,6 +115,8 @@ class _Descriptions:
         self._describe = describe
         self._pickler = _Pickler(self.stream)
         self._numbers: dict[Hashable, int] = {}
+        # To find one takes long as well, if it has to be compared; these are kept, so that each is one.
+        self._found: dict[int, tuple[Hashable, int]] = {}
 
     @property
     def count(self) -> int:
@@ -123,11 +125,14 @@ class _Descriptions:
     def number_of(self, tensor: DTensor, key: str) -> int:
         """The number of the description of ``tensor``, which lies below ``key``."""
         description = self._describe(tensor)
+        if found := self._found.get(id(description)):
+            return found[1]
         number = self._numbers.get(description)
         if number is None:
             self._pickler.key = key
             self._pickler.dump(description)
             number = self._numbers[description] = len(self._numbers)
+        self._found[id(description)] = description, number
         return number
 
 
@@ -139,8 +144,8 @@ class _Extractor(_Pickler):
         self._snapshot = snapshot
         self._can_wait = can_wait
         self._shards = shards
-        # Sources stay alive in the snapshot, so an address means one tensor.
-        self._offsets: dict[tuple[Any, ...], int] = {}
+        # Sources stay alive in the snapshot, so an address is that of one memory.
+        self._taken: dict[int, list[tuple[torch.Tensor, Place]]] = {}
 
     # And no persistent_id, which is called for each of thousands of plain values as well.
     def reducer_override(self, obj: Any) -> Any:
@@ -152,25 +157,40 @@ class _Extractor(_Pickler):
                 f"{self.key} holds a tensor of type {type(obj).__name__} ({local.layout}), which cannot be "
                 "staged in shared memory; use --checkpoint.backend dcp with --checkpoint.async_mode async."
             )
-        offset = self._offset_of(local)
+        # Asked once: a tensor takes its time for each answer, and there are hundreds or thousands.
+        shape, dtype = tuple(local.shape), local.dtype
+        offset = self._offset_of(local, shape, dtype)
         shard = self._shards.number_of(obj, self.key) if isinstance(obj, DTensor) else None
-        return _tensor_at, (offset, tuple(local.shape), local.dtype, shard)
+        return _tensor_at, (offset, shape, dtype, shard)
 
-    def _offset_of(self, local: torch.Tensor) -> int:
+    def _offset_of(self, local: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Where the elements of ``local`` are to lie, which are noted to be copied."""
         snapshot = self._snapshot
-        if local.numel() == 0:
-            return aligned(snapshot.size_bytes)
-        reading = (local.dtype, local.is_conj(), local.is_neg())
-        identity = (local.data_ptr(), local.shape, local.stride(), reading, local.device)
-        if identity in self._offsets:
-            return self._offsets[identity]  # tied weights are copied once
-        place = Place(aligned(snapshot.size_bytes), tuple(local.shape), local.dtype)
-        snapshot.size_bytes = place.offset + local.nbytes
+        offset = aligned(snapshot.size_bytes)
+        if 0 in shape:
+            return offset
+        # By the address alone at first: nearly always nothing else begins there.
+        alike = self._taken.setdefault(local.data_ptr(), [])
+        for other, place in alike:
+            if _is_same_view(local, other):
+                return place.offset  # tied weights are copied once
+        place = Place(offset, shape, dtype)
+        snapshot.size_bytes = offset + local.nbytes
         waits = self._can_wait(self.key, local)
         (snapshot.later if waits else snapshot.at_once).append((local, place))
-        self._offsets[identity] = place.offset
-        return place.offset
+        alike.append((local, place))
+        return offset
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both, which begin at one address, are the same elements read in the same way."""
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    )
 
 
 def _tensor_at(*place: Any) -> torch.Tensor:

@@ -85,6 +85,20 @@ def test_views_of_one_memory_that_read_it_differently_are_not_taken_for_tied() -
     assert all(torch.equal(restored[name], state[name]) for name in state)
 
 
+def test_what_begins_at_one_address_and_is_read_in_another_way_is_not_taken_for_tied() -> None:
+    table = torch.arange(1.0, 10.0).view(3, 3)
+    state = {
+        # The short ones first: what is taken for one of them has too little room.
+        "bytes": table.view(torch.uint8).as_strided((3, 3), (3, 1)),
+        "first row": table[:1],
+        "table": table,
+        "turned": table.t(),
+    }
+    _, restored = copied(state, Arena())
+    for name, value in state.items():
+        assert restored[name].dtype == value.dtype and torch.equal(restored[name], value)
+
+
 def test_places_do_not_overlap_and_are_aligned() -> None:
     state = {f"t{size}": torch.full((size,), float(size)) for size in range(1, 40)}
     snapshot, restored = copied(state, Arena())
