@@ -94,10 +94,11 @@ def get_flat_optim_state_dict(optim: Optimizer) -> dict[str, Any]:
             )
         flat.update(_flatten(f"state.{fqns[param_id]}", param_state))
     for group in numbered["param_groups"]:
+        settings = [(f".{key}", value) for key, value in group.items() if key not in _IDENTITY_KEYS]
         for param_id in group["params"]:
-            for key, value in group.items():
-                if key not in _IDENTITY_KEYS:
-                    flat[f"param_groups.{fqns[param_id]}.{key}"] = value
+            # More entries than all else in a checkpoint: training waits for each of them.
+            begin = f"param_groups.{fqns[param_id]}"
+            flat.update([(begin + end, value) for end, value in settings])
     return flat
 
 
@@ -232,7 +233,7 @@ def _nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _flatten(prefix: str, nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in nested.items():
         key = f"{prefix}.{name}"
-        if isinstance(value, Mapping):
+        if not isinstance(value, torch.Tensor) and isinstance(value, Mapping):
             yield from _flatten(key, value)
         else:
             yield key, value

@@ -110,11 +110,17 @@ def _look_through(tree: Any, nested: Nested, tensors: dict[Nested, torch.Tensor]
     if type(tree) not in (dict, list):
         require_plain(_emptied(tree), _name(nested))
     entries = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    plain: tuple[Any, ...] = ()
     for key, value in entries:
         if type(key) not in (str, int):
             require_plain(key, f"a key of {_name(nested)}")
-        if type(value) not in _SURELY_PLAIN:
-            _look_through(value, (*nested, key), tensors)
+        kind = type(value)
+        # All parameters of a group share its settings, so that each of them is one and the same tuple.
+        if kind in _SURELY_PLAIN or (kind is tuple and value is plain):
+            continue
+        _look_through(value, (*nested, key), tensors)
+        if kind is tuple:
+            plain = value
 
 
 _SURELY_PLAIN = (float, bool, str, type(None))

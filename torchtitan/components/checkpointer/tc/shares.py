@@ -145,13 +145,20 @@ _NOTHING = torch.empty(0)
 """Holds a place in a list. One for all, which takes the least in a file."""
 
 
+# An optimizer has thousands of these.
+_SURELY_STAYS = (float, bool, int, str, tuple, type(None))
+
+
 def _without(tree: Any, left: Set[NestedPath], path: NestedPath) -> Any:
     if not left:
         return tree
     if isinstance(tree, torch.Tensor):
         return _GONE if path in left else tree
     if type(tree) in _SHARED:
-        found = {key: _without(value, left, (*path, key)) for key, value in tree.items()}
+        found = {
+            key: value if type(value) in _SURELY_STAYS else _without(value, left, (*path, key))
+            for key, value in tree.items()
+        }
         if all(found[key] is value for key, value in tree.items()):
             return tree
         return type(tree)((k, v) for k, v in found.items() if v is not _GONE) or _GONE

@@ -164,6 +164,30 @@ def payloads() -> dict[str, Any]:
     return found
 
 
+def handed_over() -> list[Any]:
+    """Which tensors this rank prepares and writes of two that all ranks have, and when rank 0 has lost one."""
+    rank, backend = dist.get_rank(), synchronous().build()
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    prepared: list[list[str]] = []
+
+    def written(model: dict[str, Any]) -> list[str]:
+        told = hand_over(
+            lambda: items_of({"model": model, "own": {"seed": rank}}),
+            backend,
+            None,
+            prepare=lambda share: prepared.append(sorted(share.get("model", ()))),
+            earlier=None,
+            group=None,
+            asked="Saving",
+        )
+        return sorted(told.payload.get("model", ()))
+
+    found = [written(tensors), written(tensors)]
+    found.append(written({"b": tensors["b"]} if rank == 0 else tensors))
+    backend.close()
+    return [*found, prepared[-1]]
+
+
 def told(metadata: Metadata, **tensors: Any) -> Any:
     item = CheckpointItem(value=tensors, resharder=Resharder())
     found = metadata.compute_metadata(CheckpointInfo({"model": item}))
@@ -227,6 +251,7 @@ def on_this_rank(folder: Path) -> dict[str, Any]:
         "commits": commits(),
         "collectives": collectives_of_an_agreement(),
         "payloads": payloads(),
+        "handed over": handed_over(),
         "metadatas": metadatas(),
         "construction": construction(folder),
     }
@@ -277,6 +302,17 @@ def test_ranks_meet_once_for_a_save_of_the_tensors_that_all_know(
 ) -> None:
     for found in (each["payloads"] for each in ranks):
         assert found["again"] == found["keys"] and found["meetings"] == [2, 3]
+
+
+def test_what_another_rank_no_longer_has_is_written_by_one_that_has_it_as_ever(
+    ranks: list[dict[str, Any]],
+) -> None:
+    # Also where nothing is new to this rank itself, which has prepared its share by then.
+    assert [each["handed over"] for each in ranks] == [
+        [["a", "b"], ["a", "b"], ["b"], ["b"]],
+        [[], [], ["a"], ["a"]],
+        [[], [], [], []],
+    ]
 
 
 def test_a_state_that_one_rank_cannot_save_fails_all_in_its_words(

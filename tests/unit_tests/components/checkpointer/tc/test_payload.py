@@ -120,6 +120,7 @@ def noted_on(tensor: torch.Tensor, note: Any) -> torch.Tensor:
         ("optimizer", {"state": {"w": Own()}}, "optimizer.state.w cannot be saved, .*Own"),
         ("model", {"extra": [1, Own()]}, r"model.extra.1 cannot be saved, .*Own"),
         ("model", {"extra": (1, Own())}, r"model.extra cannot be saved, .*Own"),
+        ("optimizer", {"a": (1, 2), "b": (1, Own())}, "optimizer.b cannot be saved, .*Own"),
         ("optimizer", defaultdict(list, a=1), "optimizer cannot be saved, .*defaultdict"),
         ("optimizer", {"a": Noted(b=1)}, "optimizer.a cannot be saved, .*Noted"),
         ("model", {"w": noted_on(torch.zeros(1), Own())}, "model.w cannot be saved, .*Own"),
