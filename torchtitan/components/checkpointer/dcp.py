@@ -314,7 +314,8 @@ class CheckpointManager(SavingManager):
             state,
             checkpoint_id,
             self.async_mode,
-            enable_garbage_collection=True,
+            # Once is enough, and not beside a copy that training will wait for.
+            enable_garbage_collection=not self._is_async,
             refusal=refusal,
         )
         if isinstance(result, AsyncSaveResponse):

@@ -262,14 +262,15 @@ class TorchCheckpointingManager(SavingManager):
 
     def _dispatch(self, checkpoint_id: str, payload: dict[str, Any]) -> None:
         assert self._report is not None
+        # Once, and not beside the copy: training waits for it. What this save leaves, the next one collects.
         if self._is_async:
             GarbageCollection.collect("before staging a checkpoint")
         self.save_future = self._manager.save(checkpoint_id, payload)
-        if self.save_future is None:
-            self._report.completed_now()
-        else:
+        if self.save_future is not None:
             self._report.follow(self.save_future)
-        GarbageCollection.collect("after the checkpoint was handed over")
+            return
+        self._report.completed_now()
+        GarbageCollection.collect("after the checkpoint was written")
 
     def _load(self, step: int) -> bool:
         start = self._choose_start(step)
