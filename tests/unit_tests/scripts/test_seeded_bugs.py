@@ -12,6 +12,7 @@ ADD = Edit(path="calc.py", old="a + b", new="a - b")
 WRONG = Bug(name="wrong", what="It subtracts.", edits=(ADD,))
 
 TESTS = """
+import pytest
 import time
 from pathlib import Path
 
@@ -24,6 +25,10 @@ def test_the_copy_is_what_runs():
 def test_it_adds(tmp_path):
     assert not is_slow or time.sleep(600)
     assert add(1, 2) == 3, f"1 | 2\\nmore"
+
+def test_it_subtracts():
+    if add(1, 2) != -1:
+        pytest.fail("point 7:\\nlost: /tmp/a/checked/f-1/step-2\\nand\\nmore", pytrace=False)
 
 def test_never_reached():
     raise RuntimeError
@@ -58,6 +63,11 @@ def test_a_failing_test_is_red_and_told_with_what_it_said(tree: Path) -> None:
     assert outcome.said == "AssertionError: 1 | 2 more"
     assert (tree / "calc.py").read_text() == before
     assert "red after" in str(outcome)
+
+
+def test_of_a_long_failure_the_beginning_is_told_without_places_that_change(tree: Path) -> None:
+    outcome = outcome_of(tree, chosen="subtracts")
+    assert outcome.said == "point 7: lost: step-2"
 
 
 def test_a_bug_that_nobody_notices_is_green(tree: Path) -> None:
