@@ -15,6 +15,9 @@ from tests.crash.checking import Checker, PromiseBrokenError
 from tests.crash.model import DiskModel
 from tests.crash.scenarios import Case, CASES, evenly, Histories
 
+AT_LEAST = 1000
+"""So many are tried without more ado."""
+
 of_each_case = pytest.mark.parametrize("case", CASES, ids=str)
 # With all points; without, a case takes a few seconds.
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(4 * 3600), pytest.mark.usefixtures("one_rank")]
@@ -31,6 +34,12 @@ def place() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def histories(place: Path) -> Histories:
     return Histories(place / "recorded")
+
+
+@pytest.fixture(scope="module")
+def tried() -> dict[str, int]:
+    """How many points of each case were tried."""
+    return {}
 
 
 @pytest.fixture
@@ -55,6 +64,7 @@ def test_a_start_after_a_crash_goes_on_from_what_was_promised(
     histories: Histories,
     place: Path,
     num_points: int | None,
+    tried: dict[str, int],
     record_property: Callable[[str, object], None],
 ) -> None:
     points = histories.points_of(case, all_orders=num_points is None)
@@ -67,3 +77,10 @@ def test_a_start_after_a_crash_goes_on_from_what_was_promised(
             checker.check(each.point.tree, each.promises)
         except PromiseBrokenError as error:
             pytest.fail(f"{case}, {each.point}:\n{error}", pytrace=False)
+    tried[str(case)] = len(chosen)
+
+
+def test_a_thousand_points_were_tried(tried: dict[str, int], num_points: int | None) -> None:
+    if len(tried) < len(CASES) or (num_points is not None and num_points < AT_LEAST):
+        pytest.skip("this was asked for some cases or few points only")
+    assert sum(tried.values()) >= AT_LEAST
