@@ -13,6 +13,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan.components.checkpointer.in_flight import FAILURES
+
 from tests.crash.holdings import look_at
 from tests.crash.listening import Lines
 from tests.crash.operations import note
@@ -55,7 +57,7 @@ class Checker:
             try:
                 # By chance the step whose save has died, which clears its own way, or one past it.
                 self.check_folder(folder, promises, steps=1 + tree.digest[0] % 2)
-            except Exception as error:
+            except FAILURES as error:
                 raise PromiseBrokenError(
                     f"{type(error).__name__}: {error}\n\nowed: {_told(promises.owed)}\nmay be loaded: "
                     f"{_told(promises.may_load)}\n\nafter the crash:\n{tree}\n\nnow:\n{read_tree(folder)}"
