@@ -18,6 +18,7 @@ from tests.crash.recording import RecordingDisk
 _DIRECTIONS = {
     "gather": TO_RANK_ZERO,
     "gather_object": TO_RANK_ZERO,
+    "broadcast": FROM_RANK_ZERO,
     "broadcast_object_list": FROM_RANK_ZERO,
     "scatter_object_list": FROM_RANK_ZERO,
     "all_gather": "",
