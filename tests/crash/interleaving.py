@@ -94,6 +94,10 @@ class History:
         done = {number for rank, count in cut.items() for number in self.of_ranks[rank][:count]}
         return all(self.before[number] <= done for number in done)
 
+    def needs(self, number: int, other: int) -> bool:
+        """Whether the operation of this number cannot have been without the other one."""
+        return other in self._closed([number])
+
     def ahead(self, rank: int, count: int) -> Order:
         """No more than this rank needs to do so much, and then all that the others can do."""
         done = self._closed(self.of_ranks[rank][:count])
@@ -180,14 +184,6 @@ class History:
         if direction == FROM_RANK_ZERO:
             return [other for other in others if other == 0]
         return others
-
-    def _check_meeting(self, following: int, end: int) -> None:
-        if end > following:
-            raise ValueError(
-                f"{self.operations[end]} is number {end} of the history, and "
-                f"{self.operations[following]} number {following}, though the second one has waited "
-                "for the first; ranks have noted a meeting at which they did not wait for each other."
-            )
 
 
 def _used(operation: Operation) -> tuple[tuple[str, bool], ...]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.crash.operations import FROM_RANK_ZERO, MEET, TO_RANK_ZERO
 from tests.crash.recording import RecordingDisk
 
-_DIRECTIONS = {
+DIRECTIONS = {
     "gather": TO_RANK_ZERO,
     "gather_object": TO_RANK_ZERO,
     "broadcast": FROM_RANK_ZERO,
@@ -25,13 +25,14 @@ _DIRECTIONS = {
     "all_gather_object": "",
     "barrier": "",
 }
+"""What ranks wait in, and for whom."""
 
 
 @contextmanager
 def meetings(disk: RecordingDisk) -> Generator[None]:
     """Let the collectives of this rank be notes of its log as well, and change nothing else."""
     with ExitStack() as stack:
-        for name, direction in _DIRECTIONS.items():
+        for name, direction in DIRECTIONS.items():
             real = getattr(dist, name)
             stack.enter_context(patch.object(dist, name, _noted(real, direction, disk)))
         yield

@@ -4,15 +4,25 @@ Without more ado some points of each history are tried, evenly chosen; ``--crash
 all of them, and a number about so many.
 """
 
+import ast
+import inspect
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch.distributed.checkpoint.utils
+from torchtitan.components import checkpointer
 
+from tests.crash import interleaving
 from tests.crash.checking import Checker, PromiseBrokenError
+from tests.crash.meetings import DIRECTIONS
 from tests.crash.model import DiskModel
+from tests.crash.operations import FROM_RANK_ZERO, Kind, MEET, TO_RANK_ZERO
+from tests.crash.promises import ACKNOWLEDGED
 from tests.crash.scenarios import Case, CASES, evenly, Histories
 
 AT_LEAST = 1000
@@ -56,6 +66,61 @@ def test_nothing_happens_past_the_disk_that_is_recorded(case: Case, histories: H
         for operation in history.operations:
             model.apply(operation)
         assert model.tree().digest == history.end.digest, f"{model.tree()}\n\n{history.end}"
+
+
+IN_SEVERAL_ORDERS = [case for case in CASES if case.num_ranks > 1 and not case.way.has_writer]
+
+
+@pytest.mark.parametrize("case", IN_SEVERAL_ORDERS, ids=str)
+def test_no_order_has_a_rank_call_a_save_complete_before_it_was_published(
+    case: Case, histories: Histories
+) -> None:
+    (history,) = histories.of(case)
+    recorded = interleaving.History(history.operations)
+    published: dict[int, int] = {}
+    acknowledged: Counter[int] = Counter()
+    for number, each in enumerate(history.operations):
+        if each.kind is Kind.RENAME and (step := _published(each.path)):
+            published[step] = number
+        elif each.kind is Kind.NOTE and each.path == ACKNOWLEDGED:
+            acknowledged[each.rank] += 1
+            assert recorded.needs(number, published[int(each.target)]), each
+    assert acknowledged[0] == acknowledged[1] >= 4
+
+
+def _published(path: str) -> int:
+    """The step of what is renamed from ``path`` when it is complete; 0 if it is nothing like that."""
+    found = re.fullmatch(r"checkpoint/(?:tmp_step-(\d+)|step-(\d+)/\.metadata\.tmp)", path)
+    return int(found[1] or found[2]) if found else 0
+
+
+def test_both_ranks_note_each_meeting_and_all_kinds_occur(histories: Histories) -> None:
+    kinds: Counter[str] = Counter()
+    for case in IN_SEVERAL_ORDERS:
+        (history,) = histories.of(case)
+        met = [each for each in history.operations if each.path == MEET]
+        of_ranks = [
+            Counter((each.target, each.content) for each in met if each.rank == rank)
+            for rank in range(2)
+        ]
+        assert of_ranks[0] == of_ranks[1], case
+        kinds.update(each.target for each in met)
+    assert set(kinds) == {"", TO_RANK_ZERO, FROM_RANK_ZERO}
+
+
+def test_all_by_which_ranks_wait_for_each_other_is_noted() -> None:
+    (folder,) = map(Path, checkpointer.__path__)
+    sources = [path.read_text() for path in folder.rglob("*.py")]
+    sources.append(inspect.getsource(torch.distributed.checkpoint.utils))
+    called = {
+        node.func.attr
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "dist"
+    }
+    waiting = re.compile("barrier|broadcast|gather|reduce|scatter|send|recv|all_to_all")
+    assert {name for name in called if waiting.search(name)} <= set(DIRECTIONS)
 
 
 @of_each_case
