@@ -235,8 +235,11 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     link: BaseException | None = error
-    while link is not None:
+    seen = set[int]()
+    # Whoever raises an error again from what it has led to makes a ring of them.
+    while link is not None and id(link) not in seen:
         yield link
+        seen.add(id(link))
         link = link.__cause__
 
 

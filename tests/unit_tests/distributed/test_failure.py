@@ -1,5 +1,6 @@
 import pytest
 import torch.distributed as dist
+from torchtitan.components.checkpointer.errors import error_of_system
 from torchtitan.distributed.failure import is_echo, PeerFailureWatch
 
 
@@ -24,6 +25,14 @@ def _caused_by(cause: Exception) -> Exception:
 )
 def test_only_errors_of_the_connection_may_be_echoes(error: Exception, expected: bool) -> None:
     assert is_echo(error) is expected
+
+
+@pytest.mark.timeout(30)
+def test_errors_that_are_each_other_s_cause_are_looked_at_once() -> None:
+    error = RuntimeError("loss is not finite")
+    error.__cause__ = _caused_by(error)
+    assert not is_echo(error)
+    assert error_of_system(error) is None
 
 
 def test_a_single_rank_logs_its_failure_and_needs_no_store(

@@ -196,7 +196,9 @@ class DurableFileSystemWriter(FileSystemWriter):
         except RuntimeError as error:
             # torch's archive writer fails once more when it closes the file; alone, that error
             # would reach the other ranks, and it does not say that the disk is full.
-            raise error_of_system(error) or error from error
+            if (found := error_of_system(error)) is not None:
+                raise found from error
+            raise
         filesystem.fsync_dir(os.fspath(self.path))
         results: Future[list[WriteResult]] = Future()
         results.set_result(Written(written, self._committing_fs().digests))

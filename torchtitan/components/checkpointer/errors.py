@@ -69,6 +69,11 @@ def _said(error: BaseException) -> str:
 def error_of_system(error: BaseException) -> OSError | None:
     """What the operating system has said that led to ``error``, if it has."""
     link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
+    seen = set[int]()
+    # Whoever raises an error again from what it has led to makes a ring of them.
+    while link is not None and id(link) not in seen:
+        if isinstance(link, OSError):
+            return link
+        seen.add(id(link))
         link = link.__cause__ or link.__context__
-    return link
+    return None

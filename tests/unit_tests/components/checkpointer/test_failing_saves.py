@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +15,8 @@ from torchtitan.components.checkpointer.errors import (
 )
 from torchtitan.components.checkpointer.pinned.writer_process import WriterDiedError
 from torchtitan.components.checkpointer.waiting import WaitExpiredError
+from torchtitan.tools import disk
+from torchtitan.tools.disk import Disk
 
 from tests.ranks.steering import await_end_of_save, BEFORE_DATA, Steering
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
@@ -357,3 +359,25 @@ def test_only_a_run_that_goes_on_has_a_second_group(tmp_path: Path) -> None:
         assert is_own == (goes_on == "warn")
         run.manager.close()
     assert dcp.AsyncMode(ASYNC.options["async_mode"]) is dcp.AsyncMode.ASYNC
+
+
+class Odd(Disk):
+    """Fails with what is no error of a disk, as a storage of somebody's own may."""
+
+    def create(self, path: str, **more: Any) -> BinaryIO:
+        if path.endswith((".distcp", ".pt")):
+            raise RuntimeError("the bucket is sealed")
+        return super().create(path, **more)
+
+
+@over(DISABLED, TC_WAITING)
+@pytest.mark.timeout(60)
+def test_an_error_behind_which_no_system_stands_fails_the_save_in_its_own_words(
+    way: Way, tmp_path: Path
+) -> None:
+    run = build_run(tmp_path, **way.settings, on_save_failure="warn", max_failed_saves=2)
+    with disk.using(Odd()):
+        assert not run.manager.save(2)
+        with pytest.raises(CheckpointSaveError, match="the bucket is sealed"):
+            run.manager.save(4)
+    run.manager.close()

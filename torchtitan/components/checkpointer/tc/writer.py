@@ -186,7 +186,9 @@ class Writer(CheckpointWriter):
             super()._write_key(key, layout_info, full_path, content)
         except RuntimeError as error:
             # torch's archive writer fails once more when it closes the file, and says nothing of the disk.
-            raise error_of_system(error) or error from error
+            if (found := error_of_system(error)) is not None:
+                raise found from error
+            raise
 
 
 def _remove(storage: Storage, path: Path) -> None:
