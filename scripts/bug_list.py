@@ -30,12 +30,17 @@ class Bug:
     what: str
     """One sentence without its full stop, for a table."""
     edits: tuple[Edit, ...]
-    arguments: tuple[str, ...] = ()
-    """For pytest besides: which tests are enough, where others would take long."""
+    only: str = ""
+    """Which tests, as ``-k`` of pytest takes it, where others would take long and could notice nothing."""
 
 
-def _bug(name: str, what: str, path: str, old: str, new: str) -> Bug:
-    return Bug(name=name, what=what, edits=(Edit(path=path, old=old, new=new),))
+def _bug(name: str, what: str, path: str, old: str, new: str, *, only: str = "") -> Bug:
+    return Bug(name=name, what=what, edits=(Edit(path=path, old=old, new=new),), only=only)
+
+
+# Words in the names of the histories: a bug of both back ends is looked for where it is quickest.
+_DCP, _TC = "disabled", "shared"
+_TWO_RANKS = "ranks]"
 
 
 _WRITING = (
@@ -45,6 +50,7 @@ _WRITING = (
         f"{_OURS}/dcp_writer.py",
         "            disk.current().sync(file)\n",
         "",
+        only=_DCP,
     ),
     _bug(
         "dcp-other-ranks-unsynced",
@@ -53,6 +59,7 @@ _WRITING = (
         "            disk.current().sync(file)\n",
         '            if Path(path).name.startswith(("__0_", ".")):\n'
         "                disk.current().sync(file)\n",
+        only=f"{_DCP} and {_TWO_RANKS}",
     ),
     _bug(
         "dcp-index-unsynced",
@@ -60,6 +67,7 @@ _WRITING = (
         f"{_OURS}/dcp_writer.py",
         "            disk.current().sync(file)\n",
         '            if not Path(path).name.startswith("."):\n                disk.current().sync(file)\n',
+        only=_DCP,
     ),
     Bug(
         name="dcp-index-in-place",
@@ -82,6 +90,7 @@ _WRITING = (
                 new="        return\n",
             ),
         ),
+        only=_DCP,
     ),
     _bug(
         "manifest-in-place",
@@ -92,6 +101,7 @@ _WRITING = (
         "            file.write(content)\n"
         "            disk.current().sync(file)\n"
         "        filesystem.fsync_dir(os.fspath(self.path))\n",
+        only=_DCP,
     ),
     _bug(
         "small-files-unsynced",
@@ -99,6 +109,7 @@ _WRITING = (
         "torchtitan/tools/filesystem.py",
         "            disk.current().sync(file)\n",
         "",
+        only=_DCP,
     ),
     _bug(
         "tc-data-unsynced",
@@ -106,6 +117,7 @@ _WRITING = (
         f"{_OURS}/tc/storage.py",
         "                disk.current().sync(cast(BinaryIO, self._file))\n",
         "                pass\n",
+        only=_TC,
     ),
     _bug(
         "folders-unsynced",
@@ -113,6 +125,7 @@ _WRITING = (
         "torchtitan/tools/filesystem.py",
         '        fsync_dir(os.path.dirname(directory) or ".")\n',
         "        pass\n",
+        only=_DCP,
     ),
 )
 
@@ -123,6 +136,7 @@ _PUBLISHING = (
         f"{_OURS}/tc/storage.py",
         "            filesystem.fsync_dir(os.fspath(src_path))\n        try:\n",
         "            pass\n        try:\n",
+        only=_TC,
     ),
     _bug(
         "tc-publish-unsynced",
@@ -131,6 +145,7 @@ _PUBLISHING = (
         "        for folder in dict.fromkeys((dst_path.parent, src_path.parent)):\n"
         "            filesystem.fsync_dir(os.fspath(folder))\n",
         "",
+        only=_TC,
     ),
     Bug(
         name="tc-publish-early",
@@ -147,6 +162,7 @@ _PUBLISHING = (
                 new="        for folder in (dst_path.parent, dst_path):\n",
             ),
         ),
+        only=_TC,
     ),
     _bug(
         "tc-in-place",
@@ -155,6 +171,7 @@ _PUBLISHING = (
         "        barrier_config=barrier,\n        checkpoint_write_barrier_timeout_sec=whole_seconds,\n",
         "        barrier_config=barrier,\n        write_to_temp_dir=False,\n"
         "        checkpoint_write_barrier_timeout_sec=whole_seconds,\n",
+        only=_TC,
     ),
     _bug(
         "dcp-marker-first",
@@ -163,6 +180,7 @@ _PUBLISHING = (
         "        return super().prepare_global_plan(plans)\n",
         '        filesystem.write_bytes(f"{os.fspath(self.path)}/{MARKER}", b"")\n'
         "        return super().prepare_global_plan(plans)\n",
+        only=_DCP,
     ),
     _bug(
         "tc-early-answer",
@@ -171,6 +189,7 @@ _PUBLISHING = (
         "        own = self._files_of(self._rank)\n",
         "        if stop is _Stop.PUBLISHED and self._rank != 0:\n            return None\n"
         "        own = self._files_of(self._rank)\n",
+        only=f"torch_checkpointing and {_TWO_RANKS}",
     ),
     _bug(
         "early-answer",
@@ -180,6 +199,7 @@ _PUBLISHING = (
         "        if report is None:\n            raise\n        folder",
         "            pass\n    except FAILURES as error:\n"
         "        if report is None:\n            raise\n        folder",
+        only="async",
     ),
 )
 
@@ -190,6 +210,7 @@ _REPLACING = (
         f"{_OURS}/housekeeping.py",
         "        aside = put_aside(self._storage, self.folder, path)\n",
         '        self._remove(path, "whose step is saved again")\n        aside = path\n',
+        only=_DCP,
     ),
     _bug(
         "write-over",
@@ -197,6 +218,7 @@ _REPLACING = (
         f"{_OURS}/housekeeping.py",
         "        aside = put_aside(self._storage, self.folder, path)\n",
         "        aside = path\n",
+        only=_DCP,
     ),
     _bug(
         "replaced-deleted-early",
@@ -204,6 +226,7 @@ _REPLACING = (
         f"{_OURS}/housekeeping.py",
         "            if path in waiting or is_going or self._is_left_or_damaged(step, path):\n",
         "            if is_going or self._is_left_or_damaged(step, path):\n",
+        only=_DCP,
     ),
     _bug(
         "replaced-preferred",
@@ -211,6 +234,7 @@ _REPLACING = (
         f"{_OURS}/discovery.py",
         "            candidates[step] = [*there, path] if is_replaced else [path, *there]\n",
         "            candidates[step] = [path, *there]\n",
+        only=_DCP,
     ),
 )
 
@@ -221,6 +245,7 @@ _ROLLING_BACK = (
         f"{_OURS}/housekeeping.py",
         "        if self._history_settled or self._loaded_step is None:\n",
         "        if True:\n",
+        only=_DCP,
     ),
     _bug(
         "loaded-step-leaves",
@@ -228,6 +253,7 @@ _ROLLING_BACK = (
         f"{_OURS}/housekeeping.py",
         "if newer > step}\n",
         "if newer >= step}\n",
+        only=_DCP,
     ),
 )
 
@@ -238,6 +264,7 @@ _DELETING = (
         f"{_OURS}/retention.py",
         "        gone = self._beyond(full, self.keep_latest - needs_place)\n",
         "        gone = self._beyond(full, self.keep_latest - needs_place - 1)\n",
+        only=_DCP,
     ),
     _bug(
         "leftovers-take-places",
@@ -245,6 +272,7 @@ _DELETING = (
         f"{_OURS}/purging.py",
         "    is_complete = not is_staging and finder.is_complete_for_any(path)\n",
         "    is_complete = not is_staging\n",
+        only=_DCP,
     ),
     _bug(
         "pins-ignored",
@@ -252,6 +280,7 @@ _DELETING = (
         f"{_OURS}/retention.py",
         "        return not self.is_pinned and not self.is_protected\n",
         "        return not self.is_protected\n",
+        only=_DCP,
     ),
     _bug(
         "no-tombstone",
@@ -259,6 +288,7 @@ _DELETING = (
         f"{_OURS}/storage.py",
         "    for marker in markers:\n",
         "    for marker in ():\n",
+        only=_DCP,
     ),
     _bug(
         "renames-unsynced",
@@ -266,6 +296,7 @@ _DELETING = (
         "torchtitan/tools/filesystem.py",
         "    fsync_dir(dst_folder)\n    if src_folder != dst_folder:\n        fsync_dir(src_folder)\n",
         "",
+        only=_DCP,
     ),
     _bug(
         "deletions-stay-cut",
@@ -273,6 +304,7 @@ _DELETING = (
         f"{_OURS}/purging.py",
         "        for path in (*purge.half_deleted, *purge.expired):\n",
         "        for path in purge.expired:\n",
+        only=_DCP,
     ),
     _bug(
         "leftovers-stay",
@@ -280,6 +312,7 @@ _DELETING = (
         f"{_OURS}/purging.py",
         "        for path in purge.abandoned:\n            self._remove_leftover(path)\n",
         "",
+        only=_DCP,
     ),
 )
 
@@ -291,13 +324,7 @@ _STARTING = (
         "        if found is not None or not self.storage.isfile(filesystem.join(path, MANIFEST)):\n"
         "            return found\n",
         "        if found is not None:\n            return found\n",
-    ),
-    _bug(
-        "oldest-first",
-        "A start looks for the oldest full checkpoint first",
-        f"{_OURS}/discovery.py",
-        "        for step in sorted(self.step_paths.keys() - {0}, reverse=True):\n",
-        "        for step in sorted(self.step_paths.keys() - {0}):\n",
+        only=_DCP,
     ),
     _bug(
         "leftovers-taken-over",
@@ -305,6 +332,7 @@ _STARTING = (
         f"{_OURS}/torch_checkpointing.py",
         "        return self._clear_leftover(staging_id) if self._storage.isdir(staging_id) else []\n",
         "        return []\n",
+        only=_TC,
     ),
 )
 
@@ -315,6 +343,7 @@ _FAILING = (
         f"{_OURS}/starting.py",
         "            self._make_durable(self._source)\n",
         "",
+        only="goes_on_from_is_durable",
     ),
     _bug(
         "lock-unsynced",
@@ -322,6 +351,7 @@ _FAILING = (
         f"{_OURS}/lock_file.py",
         "            disk.current().sync(file)\n            yield temporary, file\n",
         "            file.flush()\n            yield temporary, file\n",
+        only=_DCP,
     ),
     _bug(
         "faults-swallowed",
@@ -330,6 +360,7 @@ _FAILING = (
         "                disk.current().sync(cast(BinaryIO, self._file))\n",
         "                try:\n                    disk.current().sync(cast(BinaryIO, self._file))\n"
         "                except OSError:\n                    pass\n",
+        only=_TC,
     ),
     _bug(
         "failed-save-counts",
@@ -337,6 +368,7 @@ _FAILING = (
         f"{_OURS}/dcp_writer.py",
         "            self._take_back()\n",
         "",
+        only=_DCP,
     ),
     _bug(
         "tc-failed-save-counts",
@@ -344,6 +376,7 @@ _FAILING = (
         f"{_OURS}/tc/writer.py",
         "                self._take_back(Path(path), folder)\n",
         "                pass\n",
+        only=_TC,
     ),
 )
 

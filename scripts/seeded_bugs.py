@@ -174,15 +174,18 @@ def _first_failure(report: Path) -> tuple[str, str]:
             # What cannot be imported is told as a failure as well.
             if found.tag in ("failure", "error") and message != "collection failure":
                 where = case.get("classname", "").rpartition(".")[2]
-                whole = found.text or "" if message.endswith(_CUT) else message
-                return f"{where}::{case.get('name')}", _beginning(whole)
+                return f"{where}::{case.get('name')}", _beginning(message, found.text or "")
     return "", ""
 
 
-def _beginning(message: str) -> str:
+def _beginning(message: str, report: str) -> str:
     # The crash tests say where the crash was in the first line, and what is wrong in the second.
-    lines = list(filter(None, map(str.strip, message.splitlines())))[:2]
-    text = _PLACE.sub("", " ".join(lines).removeprefix("Failed: "))
+    lines = [line.removeprefix("Failed: ") for line in message.splitlines() if line.strip()]
+    if lines and lines[0].endswith(_CUT):
+        # In the report it may come after what has led to it.
+        first = lines[0].rpartition(" [+")[0]
+        lines = [first, *report.partition(f"{first}\n")[2].splitlines()]
+    text = _PLACE.sub("", " ".join(lines[:2]))
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
@@ -204,7 +207,8 @@ def try_bug(
         copy_tree(source, tree)
         if bug is not None:
             plant(bug, tree)
-        chosen = (*(arguments or _TESTS), *(bug.arguments if bug else ()))
+        chosen = [*(arguments or _TESTS)]
+        chosen += ["-k", bug.only] if bug is not None and bug.only and not arguments else []
         return run_tests(tree, chosen, scratch=scratch, limit_seconds=limit_seconds)
 
 

@@ -27,7 +27,9 @@ def test_it_adds(tmp_path):
     assert add(1, 2) == 3, f"1 | 2\\nmore"
 
 def test_it_subtracts():
-    if add(1, 2) != -1:
+    try:
+        assert add(1, 2) == -1, "the cause\\nof it"
+    except AssertionError as error:
         pytest.fail("point 7:\\nlost: /tmp/a/checked/f-1/step-2\\nand\\nmore", pytrace=False)
 
 def test_never_reached():
