@@ -18,11 +18,16 @@ FILES = [
 OF_THE_SYSTEM = {
     *("rename", "renames", "replace", "link", "symlink", "unlink", "remove", "removedirs"),
     *("mkdir", "makedirs", "rmdir", "mknod", "truncate", "fsync", "fdatasync", "sync"),
-    *("write", "writev", "O_CREAT", "O_TRUNC", "O_APPEND"),
+    *("write", "writev", "O_CREAT", "O_TRUNC", "O_APPEND", "O_WRONLY"),
 }
-OF_PATHS = {"write_bytes", "write_text", "touch", "symlink_to", "hardlink_to"}
-OURS = {"filesystem", "storage", "_storage"}
+OF_PATHS = {
+    *("write_bytes", "write_text", "touch", "symlink_to", "hardlink_to"),
+    *("unlink", "rename", "mkdir", "rmdir"),
+}
+OURS = {"disk.current()", "filesystem", "storage", "_storage", "files", "super()"}
 """What has functions of such names that go through it."""
+IN_MEMORY = {"stream"}
+"""What a BytesIO is called that torch.save writes to."""
 
 
 def changes_of_a_disk(path: str, source: str) -> list[str]:
@@ -34,17 +39,32 @@ def changes_of_a_disk(path: str, source: str) -> list[str]:
                 found.append((node.lineno, f"os.{name}"))
             case ast.Attribute(value=ast.Name(id="shutil"), attr=name) if name != "copyfileobj":
                 found.append((node.lineno, f"shutil.{name}"))
+            case ast.ImportFrom(module="os" | "shutil" as module, names=names):
+                wanted = OF_THE_SYSTEM if module == "os" else {each.name for each in names}
+                several = sorted({each.name for each in names} & wanted - {"copyfileobj"})
+                found += [(node.lineno, f"{module}.{name}") for name in several]
             case ast.Attribute(value=value, attr=name) if name in OF_PATHS:
                 owner = value.attr if isinstance(value, ast.Attribute) else ast.unparse(value)
                 if owner not in OURS:
                     found.append((node.lineno, ast.unparse(node)))
-            case ast.Call(func=ast.Name(id="open")) if _writes(node):
+            case ast.Call(func=ast.Attribute(attr="replace"), args=[_], keywords=[]):
+                found.append((node.lineno, ast.unparse(node)))  # that of text takes two
+            case ast.Call(func=ast.Name(id="open")) if _writes(node, 1):
                 found.append((node.lineno, ast.unparse(node)))
+            case ast.Call(func=ast.Attribute(value=value, attr="open")) if _writes(node, 0):
+                if ast.unparse(value) not in OURS | {"os"}:
+                    found.append((node.lineno, ast.unparse(node)))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="save")):
+                if len(node.args) < 2 or ast.unparse(node.args[1]) not in IN_MEMORY:
+                    found.append((node.lineno, ast.unparse(node)))
     return [f"{path}:{line}: {what} changes a disk past tools/disk.py" for line, what in found]
 
 
-def _writes(call: ast.Call) -> bool:
-    modes = [*call.args[1:2], *(each.value for each in call.keywords if each.arg == "mode")]
+def _writes(call: ast.Call, place: int) -> bool:
+    modes = [
+        *call.args[place : place + 1],
+        *(each.value for each in call.keywords if each.arg == "mode"),
+    ]
     # One that is not written down may be any.
     return any(
         not isinstance(mode, ast.Constant) or set(str(mode.value)) & set("wax+") for mode in modes
@@ -70,6 +90,17 @@ def test_nothing_that_writes_checkpoints_changes_a_disk_past_the_seam() -> None:
         "open(a, mode)",
         "Path(a).write_text(b)",
         "(folder / name).touch()",
+        "from os import rename, stat",
+        "from shutil import move",
+        "os.open(a, os.O_WRONLY)",
+        "Path(a).unlink()",
+        "path.rename(b)",
+        "(folder / name).replace(b)",
+        "path.parent.mkdir()",
+        "path.rmdir()",
+        "path.open('wb')",
+        "torch.save(a, path)",
+        "torch.save(obj=a, f=path)",
     ],
 )
 def test_what_changes_a_disk_is_found(planted: str) -> None:
@@ -86,6 +117,10 @@ def test_what_changes_a_disk_is_found(planted: str) -> None:
         "open(a, 'rb')",
         "os.stat(a)",
         "shutil.copyfileobj(a, b)",
+        "super().unlink(a)",
+        "path.open()",
+        "path.open('rb')",
+        "torch.save(value, stream)",
         "text.replace(a, b)",
     ],
 )
