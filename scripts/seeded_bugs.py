@@ -180,7 +180,7 @@ def _first_failure(report: Path) -> tuple[str, str]:
 
 def _beginning(message: str, report: str) -> str:
     # The crash tests say where the crash was in the first line, and what is wrong in the second.
-    lines = [line.removeprefix("Failed: ") for line in message.splitlines() if line.strip()]
+    lines = [line.removeprefix("Failed: ").strip() for line in message.splitlines()]
     if lines and lines[0].endswith(_CUT):
         # In the report it may come after what has led to it.
         first = lines[0].rpartition(" [+")[0]
