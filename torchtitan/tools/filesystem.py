@@ -165,8 +165,16 @@ def remove_file(path: str) -> None:
     fsync_dir(os.path.dirname(path) or ".")
 
 
+_durable: set[str] = set()
+"""Directories whose names this process knows to be durable."""
+
+
 def makedirs(path: str) -> None:
-    """Create the directory ``path`` with its parents; durable; one that exists is no error."""
+    """Create the directory ``path`` with its parents; one that exists is no error.
+
+    Durable: where something is created, the names of all that is above it are synced too, once in a
+    process. Whoever has made that may have failed to, or may have been killed before.
+    """
     if is_remote(path):
         fs, inner = _resolve(path)
         fs.makedirs(inner, exist_ok=True)
@@ -177,6 +185,8 @@ def makedirs(path: str) -> None:
     while created and parent and not os.path.exists(parent):
         created.append(parent)
         parent = os.path.dirname(parent)
+    if created:
+        _sync_names_of(os.path.abspath(parent or os.curdir))
     for directory in reversed(created):
         try:
             disk.current().mkdir(directory)
@@ -184,8 +194,20 @@ def makedirs(path: str) -> None:
             # Another process may be just as far.
             if not os.path.isdir(directory):
                 raise
-    for directory in reversed(created):
-        fsync_dir(os.path.dirname(directory) or ".")
+        # Before the next one: else a kill would leave several of which a later run knows nothing.
+        fsync_dir(os.path.dirname(directory) or os.curdir)
+        _durable.add(os.path.abspath(directory))
+
+
+def _sync_names_of(directory: str) -> None:
+    """Make the name of ``directory``, which is there, durable, and those of the directories above it."""
+    while directory not in _durable and not os.path.ismount(directory):
+        try:
+            fsync_dir(os.path.dirname(directory))
+        except PermissionError:
+            return  # one that may not be looked into belongs to somebody else, and so do those above it
+        _durable.add(directory)
+        directory = os.path.dirname(directory)
 
 
 def rename(src: str, dst: str) -> None:

@@ -95,6 +95,12 @@ def test_it_is_the_one_of_all_threads_until_the_block_ends(tmp_path: Path) -> No
     assert seen == [inner, outer] and disk.current() is usual and type(usual) is Disk
 
 
+@pytest.fixture(autouse=True)
+def is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to see to the directory of the test, or to those above it."""
+    monkeypatch.setattr(filesystem, "_durable", {str(tmp_path)})
+
+
 def fill(root: Path) -> None:
     (root / "a/deep/empty").mkdir(parents=True)
     (root / "b").mkdir()
@@ -106,7 +112,7 @@ def fill(root: Path) -> None:
 OPERATIONS: dict[str, tuple[Callable[[str], None], list[str]]] = {
     "makedirs": (
         lambda root: filesystem.makedirs(f"{root}/b/c/d/"),
-        ["mkdir b/c", "mkdir b/c/d", "sync_directory b", "sync_directory b/c"],
+        ["sync_directory .", "mkdir b/c", "sync_directory b", "mkdir b/c/d", "sync_directory b/c"],
     ),
     "makedirs of what is there": (lambda root: filesystem.makedirs(f"{root}/b"), []),
     "rename": (

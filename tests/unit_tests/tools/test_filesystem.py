@@ -152,6 +152,7 @@ def test_a_rename_between_local_and_remote_is_refused(tmp_path: Path):
 def test_makedirs_syncs_every_folder_that_got_a_new_name(
     tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(filesystem, "_durable", {str(tmp_path)})
     filesystem.makedirs(str(tmp_path / "a" / "b"))
     assert synced == [str(tmp_path), str(tmp_path / "a")]
     synced.clear()
@@ -160,6 +161,52 @@ def test_makedirs_syncs_every_folder_that_got_a_new_name(
     monkeypatch.chdir(tmp_path)
     filesystem.makedirs("relative")
     assert [os.path.abspath(path) for path in synced] == [str(tmp_path)]
+
+
+def test_what_lies_above_a_new_folder_is_synced_once_whoever_has_made_it(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(filesystem, "_durable", {str(tmp_path)})
+    folder = tmp_path / "made/by/others"
+    folder.mkdir(parents=True)
+    for name, seen in [("new", [folder, folder.parent, folder.parent.parent]), ("newer", [folder])]:
+        synced.clear()
+        filesystem.makedirs(str(folder / name))
+        assert sorted(synced) == sorted([*map(str, seen), *([str(tmp_path)] * (name == "new"))])
+
+
+def test_a_sync_that_failed_is_made_up_for_before_anything_new_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(filesystem, "_durable", {str(tmp_path)})
+    real = filesystem.fsync_dir
+
+    def fail(path: str) -> None:
+        raise OSError(5, "Input/output error", path)
+
+    monkeypatch.setattr(filesystem, "fsync_dir", fail)
+    for name in ("a", "a/b"):
+        with pytest.raises(OSError, match="Input/output error"):
+            filesystem.makedirs(str(tmp_path / name))
+    assert os.listdir(tmp_path / "a") == []
+    monkeypatch.setattr(filesystem, "fsync_dir", real)
+    filesystem.makedirs(str(tmp_path / "a/b"))
+
+
+def test_above_what_this_user_may_not_look_into_nothing_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(filesystem, "_durable", set())
+    asked: list[str] = []
+
+    def refuse(path: str) -> None:
+        asked.append(path)
+        if path != str(tmp_path):
+            raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(filesystem, "fsync_dir", refuse)
+    filesystem.makedirs(str(tmp_path / "new"))
+    assert asked == [str(tmp_path.parent), str(tmp_path)]
 
 
 def test_makedirs_does_not_take_a_file_for_a_folder(tmp_path: Path):

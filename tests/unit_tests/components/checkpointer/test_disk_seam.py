@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.tc.storage import (
     DurableStorage,
     DurableStorageConfig,
 )
-from torchtitan.tools import disk
+from torchtitan.tools import disk, filesystem
 
 from tests.crash.model import DiskModel
 from tests.crash.operations import Kind, Operation, read_log
@@ -86,7 +86,7 @@ STORAGES: dict[str, MovingStorage] = {
 def test_a_link_has_its_new_name_for_good_before_it_loses_the_old_one(
     name: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "elsewhere").mkdir()
+    filesystem.makedirs(f"{tmp_path}/elsewhere")
     (tmp_path / "step-9").symlink_to("elsewhere")
     noting = NotingDisk(tmp_path)
     with disk.using(noting):
