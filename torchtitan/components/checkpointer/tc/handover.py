@@ -76,9 +76,8 @@ def hand_over(
             return None
         return report_of(stager, earlier, needs_writer=prepare is not None)
 
-    share: dict[str, Any] | None = None
+    share = backend.metadata.share_of(items.values) if is_known else {}
     if is_known and prepare is not None:
-        share = backend.metadata.share_of(items.values)
         prepare(share)
     found = gather(_Told(failure, ending_of(earlier), items.digests, is_known, report()), group)
     if failures := [told.failure for told in found if told.failure is not None]:
@@ -87,10 +86,9 @@ def hand_over(
         )
     everybody_knows = all(told.is_known for told in found)
     backend.metadata.agree(is_known=everybody_knows)
-    if share is None or not everybody_knows:
-        share = backend.metadata.share_of(items.values)
     reports = [told.report for told in found if told.report is not None]
     if not everybody_knows:
+        share = backend.metadata.share_of(items.values)
         reports = None
         if prepare is not None:
             prepare(share)
