@@ -181,10 +181,11 @@ def _first_failure(report: Path) -> tuple[str, str]:
 def _beginning(message: str, report: str) -> str:
     # The crash tests say where the crash was in the first line, and what is wrong in the second.
     lines = [line.removeprefix("Failed: ").strip() for line in message.splitlines()]
-    if lines and lines[0].endswith(_CUT):
+    if lines and lines[-1].endswith(_CUT):
+        lines.pop()
+    if len(lines) == 1:
         # In the report it may come after what has led to it.
-        first = lines[0].rpartition(" [+")[0]
-        lines = [first, *report.partition(f"{first}\n")[2].splitlines()]
+        lines += report.partition(f"{lines[0]}\n")[2].splitlines()
     text = _PLACE.sub("", " ".join(lines[:2]))
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
