@@ -123,7 +123,7 @@ _WRITING = (
         "folders-unsynced",
         "The name of a new folder is never synced",
         "torchtitan/tools/filesystem.py",
-        '        fsync_dir(os.path.dirname(directory) or ".")\n',
+        "        fsync_dir(os.path.dirname(directory) or os.curdir)\n",
         "        pass\n",
         only=_DCP,
     ),

@@ -207,6 +207,8 @@ def try_bug(
         scratch.mkdir()
         copy_tree(source, tree)
         if bug is not None:
+            if unfit := misfits(bug, tree):  # somebody has changed the sources meanwhile
+                return Outcome(color=Color.BROKEN, seconds=0, tail="\n".join(unfit))
             plant(bug, tree)
         chosen = [*(arguments or _TESTS)]
         chosen += ["-k", bug.only] if bug is not None and bug.only and not arguments else []

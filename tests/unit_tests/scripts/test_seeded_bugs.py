@@ -82,6 +82,7 @@ def test_a_bug_that_nobody_notices_is_green(tree: Path) -> None:
     ("edit", "chosen"),
     [
         (Edit(path="calc.py", old="return", new="retur"), "adds"),
+        (Edit(path="calc.py", old="no such text", new=""), "adds"),
         (Edit(path="calc.py", old="def add(", new="def plus("), "adds"),
         (Edit(path="calc.py", old="a + b", new="a - b"), "nothing_of_this_name and not test"),
     ],
