@@ -184,12 +184,13 @@ class Housekeeping(Claiming, RoomCheck):
 
     def _is_left_or_damaged(self, step: int, path: str) -> bool:
         # Of a step of the history that is about to be left every checkpoint is moved aside: nobody has read
-        # the newer one. And where one was found damaged, the other may be all that there is.
+        # the newer one. And where one was found damaged, or has failed and is complete, the other may be all
+        # that there is.
         loaded = self._loaded_step
         is_left = loaded is not None and step > loaded and not self._history_settled
-        return is_left or not self._damaged.keys().isdisjoint(
-            (path, self._create_checkpoint_id(step))
-        )
+        newer = self._create_checkpoint_id(step)
+        is_doubtful = newer in self._doubtful
+        return is_left or is_doubtful or not self._damaged.keys().isdisjoint((path, newer))
 
     def _waiting_steps(self) -> dict[int, str]:
         """The steps whose newest complete checkpoint is the one in ``replaced/``."""

@@ -48,6 +48,10 @@ class Purging(FolderView):
     _ready_by: float = 0
     """Until when the folder has to be ready for the save that comes next, on the monotonic clock."""
 
+    _doubtful: frozenset[str] = frozenset()
+    """The saves of this run that are not known to be good. One that failed may be complete all the same, if
+    the disk has not let it be taken back; but it may not be durable, so nothing is deleted on its account."""
+
     _is_swept: bool = False
     """Whether no deletion of an earlier run is left to be ended, where nothing expires."""
 
@@ -122,6 +126,7 @@ class Purging(FolderView):
         skipped = {filesystem.join(self.folder, name) for name in left}
         skipped |= self._damaged.keys() | self._deletions.waiting
         finder = self._finder()
+        skipped |= {path for path in self._doubtful if finder.is_complete_for_any(path)}
         states = {
             path: _state_of(finder, path, is_staging=is_staging)
             for _, path, is_staging in found

@@ -107,6 +107,8 @@ class SavingManager(BaseCheckpointManager):
             ):
                 verdict, payload = self._settle(asked, earlier, curr_step, last_step)
                 is_late = isinstance(verdict.failure, CheckpointSaveTimeoutError)
+                if self._failed.is_open and verdict.failure is None and self._report is not None:
+                    self._doubtful -= {self._report.path}
                 ending = self._failed.settled(
                     verdict.failure, is_excused=verdict.is_excused, newest_step=self._newest_step()
                 )
@@ -194,8 +196,10 @@ class SavingManager(BaseCheckpointManager):
         # Nothing expires with the last save: no later one needs the space.
         self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
         self._report.dispatched()
+        self._doubtful |= {checkpoint_id}
         self._write(checkpoint_id, payload, curr_step, last_step)
         if self.save_future is None:
+            self._doubtful -= {checkpoint_id}
             self._failed.succeeded()
         else:
             self._failed.is_open = True
