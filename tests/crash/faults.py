@@ -271,6 +271,9 @@ class _File:
         return self._carry_out(Kind.WRITE, self.path, lambda: self.inner.write(view), half=half)
 
     def flush(self) -> None:
+        if self.closed:
+            # As any file; DCP asks this of one that has failed, whenever that is thrown away.
+            raise ValueError("flush of a closed file")
         self.inner.flush()
 
     def tell(self) -> int:

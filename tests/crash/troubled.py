@@ -72,6 +72,7 @@ class Life:
     num_runs: int = 0
     num_failed: int = 0
     acknowledged: set[int] = field(default_factory=set)
+    full: set[int] = field(default_factory=set)
 
     def recover(self) -> None:
         """Mend a disk that stays as it is, once it has cost two saves of a run that goes on."""
@@ -86,7 +87,7 @@ class TroubledRun(SmallRun):
 
     def __init__(self, folder: str, way: Way, life: Life, **settings: Any) -> None:
         self._life = life
-        policy: dict[str, Any] = {"on_save_failure": life.policy}
+        policy: dict[str, Any] = {"on_save_failure": life.policy, "lock_timeout_seconds": 10}
         if life.policy == WARN:
             policy["max_failed_saves"] = 99
         super().__init__(folder, way, note=life.note, **policy, **settings)
@@ -95,7 +96,7 @@ class TroubledRun(SmallRun):
         try:
             is_loaded = super().load(step)
         except CheckpointNotFoundError:
-            if step in self._life.acknowledged:
+            if self._life.acknowledged & ({step} if step != -1 else self._life.full):
                 raise
             is_loaded = False
         if not is_loaded and self._life.num_runs > 1:
@@ -124,6 +125,7 @@ class TroubledRun(SmallRun):
             self._open = step, self.by
             self.settle()
             life.acknowledged.add(step)
+            life.full |= {step} if is_full else set()
             return
         life.num_failed += 1
         stays = any(_STAYS in line for line in warned.lines)
@@ -167,6 +169,12 @@ class TroubledStage(Stage):
     def pin(self, step: int) -> None:
         if os.path.isdir(f"{self.disk.root}/checkpoint/step-{step}"):
             super().pin(step)
+
+
+def is_nothing_to_go_on_from(owed: Promises) -> bool:
+    """Whether all full saves have failed and that of the weights was good: a start refuses that, in words."""
+    weights = [each for each in owed.counting if not each.is_full]
+    return bool(weights) and not any(each.is_full for each in owed.may_load)
 
 
 def owed_after(notes: Iterable[Operation]) -> Promises:
