@@ -196,6 +196,8 @@ class TorchCheckpointingManager(SavingManager):
             self._go_synchronous()
         is_full = not (last_step and self.last_save_model_only)
         self._manager.head = self._head_of(curr_step, is_full=is_full)
+        if self._lock is not None:
+            self._manager.may_publish = self._lock.require_ours
         self._dispatch(checkpoint_id, payload)
 
     def _take(self, last_step: bool) -> Items:

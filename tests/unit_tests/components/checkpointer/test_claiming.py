@@ -8,19 +8,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from unittest.mock import patch
 
 import pytest
 from torchtitan.components.checkpointer import claiming, run_lock
-from torchtitan.components.checkpointer.dcp_index import MARKER
-from torchtitan.components.checkpointer.dcp_writer import DurableFileSystemWriter
-from torchtitan.components.checkpointer.errors import CheckpointInUseError, CheckpointSaveError
+from torchtitan.components.checkpointer.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    CheckpointSaveError,
+)
 from torchtitan.components.checkpointer.in_flight import told_as_save_error
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 from torchtitan.components.checkpointer.lock_file import LocalLockFile
 from torchtitan.components.checkpointer.run_lock import hold, RUN_LOCK
 from torchtitan.components.checkpointer.storage import FilesystemStorage
+from torchtitan.tools import disk
+from torchtitan.tools.disk import Disk
 
 from tests.unit_tests.components.checkpointer.fakes import BareManager, MemoryStorage
 from tests.unit_tests.components.checkpointer.locks import (
@@ -355,22 +359,29 @@ def test_a_save_that_is_refused_tells_of_the_failure_before_it() -> None:
     assert caught.value.__notes__ == ["Before that: step 3 is lost"]
 
 
-@over(DISABLED, ASYNC)
+class Stolen(Disk):
+    """Gives the folder ``root`` to a run elsewhere once a save has begun to write."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def create(self, path: str, **more: Any) -> BinaryIO:
+        if path.endswith((".distcp", ".pt")):
+            leave(self._root / "checkpoint", elsewhere())
+        return super().create(path, **more)
+
+
+@over(DISABLED, ASYNC, TC_WAITING)
 def test_a_save_that_the_folder_was_lost_during_does_not_become_a_checkpoint(
     tmp_path: Path, way: Way, built: list[Run]
 ) -> None:
     run = start(tmp_path, way, built)
-    write_data = DurableFileSystemWriter.write_data
-
-    def lose(writer: DurableFileSystemWriter, plan: Any, planner: Any) -> Any:
-        leave(tmp_path / "checkpoint", elsewhere())
-        return write_data(writer, plan, planner)
 
     def save() -> None:
         run.train(1)
         run.manager.maybe_wait_for_saving()
 
-    with patch.object(DurableFileSystemWriter, "write_data", lose):
-        with pytest.raises(CheckpointSaveError, match="CheckpointInUseError"):
+    with disk.using(Stolen(tmp_path)):
+        with pytest.raises(CheckpointError, match="belongs to another run now"):
             save()
-    assert MARKER not in os.listdir(tmp_path / "checkpoint/step-1")
+    assert way.complete(tmp_path) == []

@@ -150,16 +150,23 @@ class StoreCommit(Commit):
             outcome = self._outcome(stop, failure)
         finally:
             # Each rank takes away its own, once rank 0 has them or will not come: all at one time,
-            # where rank 0 would take one after the other.
-            if outcome is not None or stop is _Stop.PUBLISHED:
-                # The store may have ended with rank 0, which does not change how the save did.
-                with contextlib.suppress(RuntimeError):
+            # where rank 0 would take one after the other. Of a failure at the second stop rank 0 may
+            # not know yet, and still wait for them.
+            is_own_task = (outcome is None) is (stop is _Stop.PUBLISHED)
+            # The store may have ended with rank 0, which does not change how the save did.
+            with contextlib.suppress(RuntimeError):
+                if is_own_task:
                     self._store.delete_key(own)
+                elif stop is _Stop.PUBLISHED and self._rank == 0:
+                    for key in self._keys():
+                        self._store.delete_key(key)
         return outcome
 
     def _of_all_ranks(self) -> list[Files]:
-        keys = [self._files_of(rank) for rank in range(self._num_ranks)]
-        return [_from_text(text) for text in self._store.multi_get(keys)]
+        return [_from_text(text) for text in self._store.multi_get(self._keys())]
+
+    def _keys(self) -> list[str]:
+        return [self._files_of(rank) for rank in range(self._num_ranks)]
 
     def _files_of(self, rank: int) -> str:
         return f"{self._verdicts[_Stop.WRITTEN]}/files/{rank}"

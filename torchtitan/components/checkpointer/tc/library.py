@@ -12,7 +12,7 @@
 ``tests/unit_tests/components/checkpointer/tc/test_library_facts*.py`` pin what this relies on.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -49,7 +49,7 @@ from torchtitan.components.checkpointer.tc.leaves import Nested
 from torchtitan.components.checkpointer.tc.metadata_file import parse_metadata
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 from torchtitan.components.checkpointer.tc.storage import DurableStorageConfig
-from torchtitan.components.checkpointer.tc.writer import require_checkpoint, Writer
+from torchtitan.components.checkpointer.tc.writer import anybody, require_checkpoint, Writer
 from torchtitan.components.checkpointer.waiting import note_given_up, WaitExpiredError
 
 
@@ -89,6 +89,8 @@ class Backend(CheckpointManager):
     def __init__(self, config: BackendConfig) -> None:
         self.head: Head | None = None
         """What the next save is; None saves without a manifest."""
+        self.may_publish: Callable[[], None] = anybody
+        """Raises what forbids that the next save is published, or taken back; for one that training waits for."""
         # Not the library's own construction: it knows one metadata manager, and starts its process.
         self._config = config
         self._schema = _CheckpointSchema(items=config.items, default=config.default)
@@ -123,7 +125,8 @@ class Backend(CheckpointManager):
             writer = Writer(
                 args,
                 lambda: GroupCommit(rank_info, config.group),
-                find_head=lambda: self.head,
+                lambda: self.may_publish(),
+                lambda: self.head,
             )
             self._saver = SyncCheckpointSaver(writer, self.metadata)
         self._checked = CheckedStorage(self._storage_config.create_storage())

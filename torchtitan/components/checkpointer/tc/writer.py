@@ -7,10 +7,15 @@
 
 What fails once the checkpoint counts takes that back: its save has failed, as all ranks are told.
 
-It runs in the writer process (writer_main.py) and, for saves that training waits for, in the trainer.
+It runs in the writer process (writer_main.py) and, for saves that training waits for, in the trainer. There
+the lock of the folder is looked at before a checkpoint is published or taken back. A writer process asks
+only whether its trainer lives, which has looked when the save began: a run that hangs for longer than
+``lock_timeout_seconds`` in the middle of a save may lose the folder unseen. It cannot overwrite what has
+the name by then, but may take the markers away from it if its own rename fails right after it was done.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from torch_checkpointing.storage.base_storage import Storage
 
 from torchtitan.components.checkpointer.errors import error_of_system
 from torchtitan.components.checkpointer.integrity.manifest import Head, Manifest, MANIFEST, render
+from torchtitan.components.checkpointer.pinned.meeting import OtherRankFailedError
 from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.commit import (
     Commit,
@@ -39,7 +45,7 @@ from torchtitan.components.checkpointer.tc.storage import renames_at_once
 from torchtitan.tools.logging import logger
 
 
-def _anybody() -> None:
+def anybody() -> None:
     """The check of a writer that nobody can outlive."""
 
 
@@ -67,7 +73,7 @@ class Writer(CheckpointWriter):
         self,
         args: CheckpointWriterArgs,
         new_commit: Callable[[], Commit],
-        may_publish: Callable[[], None] = _anybody,
+        may_publish: Callable[[], None] = anybody,
         find_head: Callable[[], Head | None] = _nothing_known,
     ) -> None:
         """
@@ -105,8 +111,11 @@ class Writer(CheckpointWriter):
         self._checked.takes_digests = head is not None
         barrier = self._barrier
         if not isinstance(barrier, CommitBarrier):
-            super().write(path, checkpoint_info)
-            self._write_manifest(folder, head, self._checked.written_below(folder))
+            self._may_count = True
+            with self._undone_by(Exception, path, folder):
+                super().write(path, checkpoint_info)
+                written = self._checked.written_below(Path(path))
+                self._write_manifest(Path(path), head, written)
             return
 
         def prepare(files: Files) -> None:
@@ -124,16 +133,17 @@ class Writer(CheckpointWriter):
         barrier.written = lambda: self._checked.written_below(folder)
         barrier.prepare = prepare
         try:
-            super().write(path, checkpoint_info)
-            if self._args.rank_info.role_rank == 0:
-                # Of files that were taken away meanwhile the library renames none, and says nothing.
-                require_checkpoint(self._storage, path)
+            with self._undone_by(Exception, path, folder):
+                super().write(path, checkpoint_info)
+                if self._args.rank_info.role_rank == 0:
+                    # Of files that were taken away meanwhile the library renames none, and says nothing.
+                    require_checkpoint(self._storage, path)
+            # If the connection is lost here nobody knows how it ended, and it may be complete for all.
+            with self._undone_by(OtherRankFailedError, path, folder):
+                commit.publish()
         except BaseException as error:
-            if self._may_count and self._args.rank_info.role_rank == 0:
-                self._take_back(Path(path), folder)
             commit.fail(error)
             raise
-        commit.publish()
 
     def _folder(self, path: str) -> Path:
         """Where the files lie until they are published."""
@@ -159,7 +169,21 @@ class Writer(CheckpointWriter):
         if self._args.rank_info.role_rank != 0:
             return
         super()._write_metadata(folder, self._held)
+        self._held = None
         self._write_manifest(folder, head, {**files, **self._checked.written_below(folder)})
+
+    @contextmanager
+    def _undone_by(self, errors: type[Exception], path: str, folder: Path) -> Generator[None]:
+        """Let nothing of the block count that ends with one of ``errors``.
+
+        What interrupts it is no such thing: a checkpoint that is complete then may stay, as after a crash.
+        """
+        try:
+            yield
+        except errors:
+            if self._may_count and self._args.rank_info.role_rank == 0:
+                self._take_back(Path(path), folder)
+            raise
 
     def _take_back(self, path: Path, folder: Path) -> None:
         """Remove what makes ``path`` complete, which may be there or not; never an error of its own."""
