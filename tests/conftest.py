@@ -54,19 +54,28 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     _tell_crash_points(terminalreporter, is_long=config.getoption("--crash-points") == "all")
 
 
+_TRIED = {
+    "crash_points": "states that crashes leave were tried.",
+    "faults": "errors of a disk or a store were tried, each at one operation of a run.",
+}
+
+
 def _tell_crash_points(terminalreporter: Any, *, is_long: bool) -> None:
     tried = [
-        value
+        (name, value)
         for outcome in ("passed", "failed")
         for report in terminalreporter.stats.get(outcome, ())
         if report.when == "call"
         for name, value in report.user_properties
-        if name == "crash_points"
+        if name in _TRIED
     ]
     if not tried:
         return
-    num_tried, num_there = (sum(each[place] for each in tried) for place in (1, 2))
     terminalreporter.section("crash points")
-    terminalreporter.line(f"{num_tried} of {num_there} states that crashes leave were tried.")
-    for case, number, there in tried if is_long else ():
-        terminalreporter.line(f"{number:6} of {there:6}  {case}")
+    for name, words in _TRIED.items():
+        cases = [value for kind, value in tried if kind == name]
+        num_tried, num_there = (sum(each[place] for each in cases) for place in (1, 2))
+        if cases:
+            terminalreporter.line(f"{num_tried} of {num_there} {words}")
+        for case, number, there in cases if is_long else ():
+            terminalreporter.line(f"{number:6} of {there:6}  {case}")

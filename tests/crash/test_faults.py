@@ -9,7 +9,7 @@ import errno
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,11 +143,13 @@ def test_a_fault_costs_no_more_than_the_save_that_it_falls_into(
     way: Way,
     place: Path,
     request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
 ) -> None:
     wanted = request.config.getoption("--crash-points")
     found = trials(story, way, place)
     share = math.inf if wanted == "all" else wanted * _FAULTS_PER_POINT / (2 * len(TOLD))
     chosen = found if math.isinf(share) else evenly(found, math.ceil(share))
+    record_property("faults", [f"{story}, {way}", len(chosen), len(found)])
     num_come = sum(check(trial, place) for trial in chosen)
     # Threads may do a few things in another order than when they were counted.
     assert num_come > 0.9 * len(chosen)

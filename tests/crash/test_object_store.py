@@ -42,7 +42,7 @@ from tests.unit_tests.components.checkpointer.ways import TC_WAITING
 pytestmark = [pytest.mark.timeout(4 * 3600), pytest.mark.usefixtures("one_rank")]
 
 TOLD = ("first saves", "saved again", "last save", "last weights", "gone back", "expired")
-_POINTS_SHARE, _FAULTS_SHARE = 1 / 6, 1 / 12
+_POINTS_SHARE, _FAULTS_SHARE = 1 / 8, 1 / 16
 """Of the number of crash points that is asked for, or that there is time for each day."""
 
 of_each_story = pytest.mark.parametrize("story", TOLD)
@@ -189,7 +189,10 @@ def test_a_start_after_a_crash_on_an_object_store_goes_on_from_what_was_promised
 
 @of_each_story
 def test_what_an_object_store_refuses_costs_no_more_than_the_save_that_it_falls_into(
-    story: str, checker: Checker, request: pytest.FixtureRequest
+    story: str,
+    checker: Checker,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
 ) -> None:
     trials = [
         (fault, policy)
@@ -198,7 +201,9 @@ def test_what_an_object_store_refuses_costs_no_more_than_the_save_that_it_falls_
         for policy in (RAISE, WARN)
     ]
     share = num_chosen(request, _FAULTS_SHARE)
-    for fault, policy in trials if math.isinf(share) else evenly(trials, int(share)):
+    chosen = trials if math.isinf(share) else evenly(trials, int(share))
+    record_property("faults", [f"{story}, on an object store", len(chosen), len(trials)])
+    for fault, policy in chosen:
         with Lines() as lines:
             try:
                 bucket = play(story, fault, policy)
