@@ -6,6 +6,7 @@ KILLS_SEED=7 repeats one seed, and KILLS_SEED=100-149 tries fifty others.
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +21,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run what draws moments once for each seed."""
     if "kills_seed" in metafunc.fixturenames:
         metafunc.parametrize("kills_seed", _seeds(metafunc.config), ids=lambda it: f"{SEED}={it}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give what tries more points than there is time for each day the time for that."""
+    if config.getoption("--crash-points") != "all":
+        return
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(4 * 3600))
 
 
 def _seeds(config: pytest.Config) -> list[int]:

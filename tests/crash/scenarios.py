@@ -7,6 +7,7 @@ serves all tests of a session; a history is recorded when the first of its kind 
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,16 +24,16 @@ from tests.crash.points import crash_points, CrashPoint, KILLED
 from tests.crash.promises import Promises
 from tests.crash.recording import RecordingDisk
 from tests.crash.stories import Stage, STORIES
-from tests.crash.tree import EMPTY, lay_out, read_tree, Tree
+from tests.crash.tree import Directory, EMPTY, File, lay_out, read_tree, Tree
 from tests.ranks.pool import run_on_ranks
-from tests.unit_tests.components.checkpointer.ways import Way, WAYS
+from tests.unit_tests.components.checkpointer.ways import PINNED, TC, Way, WAYS
 
 T = TypeVar("T")
 
 RESUMED = "resumed"
 _OF_ONE_RANK = ("first saves", "saved again", "last save", "last weights", "gone back", "expired")
 _OF_TWO_RANKS = ("first saves", "saved again", "gone back")
-_WITH_A_WRITER = ("first saves",)
+_WITH_A_WRITER = {PINNED: ("first saves", "saved again"), TC: ("first saves",)}
 """Each takes seconds to start the process that writes."""
 
 
@@ -45,6 +46,8 @@ def _num_resumed(way: Way) -> tuple[int, int]:
 
 _FEW_ORDERS = 6
 _TIMEOUT_SECONDS = 280.0
+_UNIQUE = re.compile("[0-9a-f]{32}")
+"""What makes the name of a temporary file one of its own."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,17 @@ class Case:
 
 
 def _stories_of(way: Way, all_of_them: tuple[str, ...]) -> tuple[str, ...]:
-    return _WITH_A_WRITER if way.has_writer else all_of_them
+    return _WITH_A_WRITER[way] if way.has_writer else all_of_them
+
+
+def _of_two_ranks(way: Way) -> tuple[str, ...]:
+    return _OF_TWO_RANKS[:1] if way.has_writer else _OF_TWO_RANKS
 
 
 CASES = [
     *(Case(story, way) for way in WAYS for story in _stories_of(way, _OF_ONE_RANK)),
     *(Case(RESUMED, way) for way in WAYS),
-    *(Case(story, way, 2) for way in WAYS for story in _stories_of(way, _OF_TWO_RANKS)),
+    *(Case(story, way, 2) for way in WAYS for story in _of_two_ranks(way)),
 ]
 
 
@@ -103,6 +110,11 @@ class Judged:
 
     point: CrashPoint
     promises: Promises
+
+    @property
+    def key(self) -> object:
+        """Equal for points that differ in nothing but names and times of runs, whatever case they are of."""
+        return _without_runs(self.point.tree), self.promises
 
 
 class Histories:
@@ -189,6 +201,22 @@ def _play(scenes: list[tuple[str, Way, str]]) -> None:
         with disk.using(recording), noted:
             STORIES[story](Stage(way, recording))
         dist.barrier()
+
+
+def _without_runs(directory: Directory) -> frozenset[tuple[str, object]]:
+    """What a tree holds; of JSON and pickles, which tell of the run, only whether they are whole."""
+    found: set[tuple[str, object]] = set()
+    for name, node in directory.entries.items():
+        if isinstance(node, Directory):
+            what: object = _without_runs(node)
+        else:
+            what = node.digest
+            if isinstance(node, File) and not node.content.strip(b"\0"):
+                what = "zeros" if node.content else "empty"
+            elif isinstance(node, File) and node.content[:1] in (b"{", b"\x80"):
+                what = "whole" if node.content.rstrip()[-1:] in (b"}", b".") else "a part"
+        found.add((_UNIQUE.sub("*", name), what))
+    return frozenset(found)
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:

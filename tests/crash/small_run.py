@@ -100,6 +100,9 @@ class SmallRun:
         is_loaded = self.manager.load(step)
         found = self.progress.values
         self._say(LOADED, found["step"], by=found["by"], is_asked=step != -1)
+        if _num_ranks() > 1:
+            # Rank 0 says it for all, and nobody is to begin a save before that is said.
+            dist.barrier()
         return is_loaded
 
     def save(self, step: int, *, by: str = "", is_last: bool = False) -> None:

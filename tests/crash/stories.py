@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.checkpointer.deletions import PIN
 
-from tests.crash.promises import PINNED
+from tests.crash.operations import read_log
+from tests.crash.promises import PINNED, Promises
 from tests.crash.recording import RecordingDisk
 from tests.crash.small_run import SmallRun
 from tests.unit_tests.components.checkpointer.ways import Way
@@ -115,8 +116,13 @@ def expired(stage: Stage) -> None:
 
 def resumed(stage: Stage) -> None:
     """A run starts on what a crash has left, and saves twice."""
+    owed = Promises().after(read_log(stage.disk.log))
     run = stage.run("resumed", keep=2)
-    run.load()
+    if run.load():
+        # What follows is judged by what was loaded, so that has to be right.
+        assert run.found() in owed.may_load, f"{run.found()} was loaded, and is none of {owed}"
+    else:
+        assert owed.may_begin_anew, f"nothing was loaded, and there should be one of {owed}"
     step = run.progress.values["step"]
     run.save(step + 1)
     run.save(step + 2)
