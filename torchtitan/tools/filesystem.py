@@ -125,7 +125,11 @@ def _delete_directory(
     """``dir_fd`` as in ``Disk.unlink``: no link that comes meanwhile leads anywhere else."""
     try:
         name = path if dir_fd is None else os.path.basename(path)
-        opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+        try:
+            opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+        except PermissionError:
+            disk.current().rmdir(path, dir_fd=dir_fd)  # one that is empty goes all the same
+            return
         try:
             with os.scandir(opened) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name == last)
@@ -179,7 +183,7 @@ def makedirs(path: str) -> None:
         fs, inner = _resolve(path)
         fs.makedirs(inner, exist_ok=True)
         return
-    folder = path.rstrip(os.sep) or os.sep
+    folder = path.rstrip(os.sep) or path
     created = [] if os.path.isdir(folder) else [folder]
     parent = os.path.dirname(folder)
     while created and parent and not os.path.exists(parent):

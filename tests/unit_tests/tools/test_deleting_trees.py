@@ -118,3 +118,16 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
         with pytest.raises(PermissionError):
             filesystem.rmtree(str(tmp_path / "step-1"), strict=True)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_that_may_not_be_looked_into_and_is_empty_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **more: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "closed").mkdir()
+    # Whoever runs the tests may be allowed everything.
+    monkeypatch.setattr(os, "open", refuse)
+    filesystem.rmtree(str(tmp_path / "closed"), strict=True)
+    assert os.listdir(tmp_path) == []

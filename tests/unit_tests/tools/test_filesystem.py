@@ -352,3 +352,8 @@ def test_a_write_for_which_a_disk_has_no_room_leaves_nothing_new(tmp_path: Path)
             filesystem.write_bytes(path, b"new")
         assert Path(path).read_bytes() == b"older"
         assert sorted(filesystem.listdir(str(disk))) == ["ballast", "file"]
+
+
+def test_no_path_is_no_folder_to_make():
+    with pytest.raises(FileNotFoundError):
+        filesystem.makedirs("")

@@ -25,6 +25,8 @@ SETTLING_SECONDS = 1.0
 """Where nothing is atomic: after so long what two have written at once is what both read."""
 
 _HAS_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_GONE = {errno.ENOENT, errno.ESTALE}
+"""What is said of a file that was deleted; the second where another machine of a network file system did it."""
 _HAS_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 
 
@@ -91,13 +93,13 @@ class LocalLockFile:
         with self._beside(content) as (temporary, file):
             try:
                 disk.current().link(temporary, self.path)
-            except FileNotFoundError:
-                return False  # it was swept by whoever has got the lock meanwhile
             except FileExistsError:
                 # A network file system may say so of a link that it has made itself.
                 if not self._is_at_the_name(file):
                     return False
             except OSError as error:
+                if error.errno in _GONE:
+                    return False  # it was swept by whoever has got the lock meanwhile
                 if error.errno not in _HAS_NO_LINKS:
                     raise
                 return self._create_without_link(content)
@@ -110,8 +112,10 @@ class LocalLockFile:
                 return False
             try:
                 disk.current().rename(temporary, self.path)
-            except FileNotFoundError:
-                return False  # as above
+            except OSError as error:
+                if error.errno in _GONE:
+                    return False  # as above
+                raise
             if not is_locked:
                 # Another one may just be doing the same: the last of them has it.
                 time.sleep(SETTLING_SECONDS)
@@ -188,7 +192,8 @@ class LocalLockFile:
             return False
         self._keep(file)
         file.write(content)
-        file.flush()
+        disk.current().sync(file)
+        filesystem.fsync_dir(os.path.dirname(self.path) or os.curdir)
         return True
 
     def _is_at_the_name(self, file: BinaryIO) -> bool:
@@ -217,7 +222,8 @@ class LocalLockFile:
     def _close(self) -> None:
         own, self._own = getattr(self, "_own", None), None
         if own is not None:
-            own.close()
+            with suppress(OSError):  # what could not be written then is not needed any more
+                own.close()
 
 
 class RemoteLockFile:

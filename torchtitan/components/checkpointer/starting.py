@@ -139,11 +139,14 @@ class Starting(FolderView):
             return
         try:
             filesystem.fsync_dir(source.path)
-            filesystem.fsync_dir(source.path.rpartition("/")[0])
+            # What waits in replaced/ is known by the name of that as well.
+            for folder in dict.fromkeys((source.path.rpartition("/")[0], self.folder)):
+                filesystem.fsync_dir(folder)
         except OSError as error:
             logger.warning(
                 f"The names in {source.path} could not be synced: {error}. Until the next save is complete a "
-                "power cut may take away what this run goes on from."
+                "power cut may take away what this run goes on from. Look whether the disk is in order; if it is "
+                "not, keep a copy of that directory elsewhere."
             )
 
     def _pass_over(self, step: int, error: CheckpointDamagedError) -> None:

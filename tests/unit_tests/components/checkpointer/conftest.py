@@ -1,9 +1,11 @@
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from torchtitan.components.checkpointer.pinned import stager
+from torchtitan.tools import filesystem
 
 from tests.unit_tests.components.checkpointer.tc.stand_ins import Writers
 
@@ -14,6 +16,12 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to see to the directory of the test, or to those above it."""
+    monkeypatch.setattr(filesystem, "_durable", {str(tmp_path)})
 
 
 @pytest.fixture

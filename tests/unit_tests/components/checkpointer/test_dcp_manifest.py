@@ -105,6 +105,7 @@ COMMIT = [
 ]
 
 
+@pytest.mark.usefixtures("is_durable")
 def test_it_is_written_when_all_it_speaks_of_is_durable(tmp_path: Path) -> None:
     assert events_of_a_save(tmp_path / "step-7") == ["mkdir step-7", "sync_directory .", *COMMIT]
 

@@ -127,15 +127,16 @@ def events_of_a_save(path: Path) -> list[str]:
     return noting.noted
 
 
+@pytest.mark.usefixtures("is_durable")
 def test_every_name_is_durable_before_the_one_that_relies_on_it(tmp_path: Path) -> None:
     step = "new/checkpoint/step-1"
     events = events_of_a_save(tmp_path)
     order = [
         "mkdir new",
-        "mkdir new/checkpoint",
-        f"mkdir {step}",
         "sync_directory .",  # names new
+        "mkdir new/checkpoint",
         "sync_directory new",  # names checkpoint
+        f"mkdir {step}",
         "sync_directory new/checkpoint",  # names step-1
         f"create {step}/__0_0.distcp",
         f"sync {step}/__0_0.distcp",

@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 from unittest.mock import patch
 
 import pytest
 from torchtitan.components.checkpointer import lock_file
 from torchtitan.components.checkpointer.lock_file import LocalLockFile
 from torchtitan.tools import disk as disks
+
+from tests.unit_tests.noting_disk import NotingDisk
 
 
 @contextmanager
@@ -184,3 +186,48 @@ def test_what_the_file_says_is_synced_before_it_has_its_name(tmp_path: Path) -> 
     with disks.using(Watched()):
         assert two(tmp_path)[0].create(b"first")
     assert names == [False]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_one_whose_own_was_swept_by_another_machine_has_come_too_late(
+    tmp_path: Path, is_there: bool
+) -> None:
+    dead, late = two(tmp_path)
+    if is_there:
+        dead.create(b"dead!")
+    seen = late.read()
+
+    class Stale(disks.Disk):
+        def link(self, src: str, dst: str) -> None:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        def rename(self, src: str, dst: str) -> None:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    with disks.using(Stale()):
+        assert not (late.create(b"late") if seen is None else late.take_over(seen, b"late"))
+    assert late.read() == seen
+
+
+def test_without_links_it_is_synced_as_well(tmp_path: Path) -> None:
+    noting = NotingDisk(tmp_path)
+    with without_links(), disks.using(noting):
+        assert two(tmp_path)[0].create(b"first")
+    own = [line for line in noting.noted if line.split()[-1] in ("lock", ".")]
+    assert own == ["create lock", "sync lock", "sync_directory ."]
+
+
+class _Full:
+    """A file whose content does not fit, so that closing it fails as well."""
+
+    closed = False
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_file_that_cannot_be_closed_is_given_up(tmp_path: Path) -> None:
+    lock = two(tmp_path)[0]
+    lock._own = cast(BinaryIO, _Full())
+    lock._close()
+    assert lock.create(b"first")

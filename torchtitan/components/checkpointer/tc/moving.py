@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torch_checkpointing.storage.base_storage import Storage
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 
 _PIECE_BYTES = 16 * 2**20
 
@@ -24,10 +24,15 @@ def copy_in_order(storage: Storage, source: Path, target: Path, markers: Sequenc
     """
     names = sorted(_files(storage, source, Path()), key=lambda name: _place(name, markers))
     try:
+        for folder in dict.fromkeys((target / name).parent for name in names):
+            storage.mkdir(folder)
         for name in names:
             _copy(storage, source / name, target / name)
     except BaseException:
-        with suppress(Exception):  # what it can not take back is no checkpoint
+        with suppress(Exception):  # what is left without them is no checkpoint
+            for marker in markers:
+                if storage.exists(target / marker):
+                    storage.delete(target / marker)
             storage.rmdir(target)
         raise
 
@@ -46,6 +51,6 @@ def _files(storage: Storage, folder: Path, below: Path) -> Iterator[Path]:
 
 
 def _copy(storage: Storage, source: Path, target: Path) -> None:
-    storage.mkdir(target.parent)
-    with storage.stream_read(source) as found, storage.stream_write(target) as copy:
+    in_pieces = ReadArgs(pre_read_full_file=False)  # one may be larger than the memory
+    with storage.stream_read(source, in_pieces) as found, storage.stream_write(target) as copy:
         shutil.copyfileobj(found, copy, _PIECE_BYTES)

@@ -102,11 +102,22 @@ class DurableStorage(LocalFileSystemStorage):
             FileExistsError: the name is taken; a file may take that of another.
         """
         if os.path.isdir(src_path):
+            # The names inside first; a layout may put files anywhere.
+            for folder in _folders_below(src_path):
+                filesystem.fsync_dir(folder)
             filesystem.fsync_dir(os.fspath(src_path))
         try:
             disk.current().rename(os.fspath(src_path), os.fspath(dst_path))
         except OSError as error:
-            if error.errno not in _TAKEN:
+            if error.errno == errno.EXDEV:
+                raise OSError(
+                    errno.EXDEV,
+                    f"cannot rename {src_path} to {dst_path}, which is on another disk: a copy could end half "
+                    "way. Let all folders in that of the checkpoints lie on one disk",
+                ) from error
+            # Said of what lies on the way, too: a file where a directory should be.
+            is_taken = os.path.lexists(src_path) and os.path.lexists(dst_path)
+            if error.errno not in _TAKEN or not is_taken:
                 raise
             raise FileExistsError(
                 error.errno,
@@ -141,9 +152,17 @@ class DurableStorage(LocalFileSystemStorage):
         return super()._open_for_read(path, use_direct_io and self._use_direct_io)
 
 
+def _folders_below(folder: Path) -> list[str]:
+    return [found for found, _, _ in os.walk(folder, topdown=False)][:-1]
+
+
 def renames_at_once(storage: Storage) -> bool:
-    """Whether a directory is moved in one step; of what are no local files nobody says so."""
-    return isinstance(storage, LocalFileSystemStorage)
+    """Whether a directory is moved in one step.
+
+    Local files are; another storage says so with an attribute ``renames_at_once = True``.
+    """
+    told = getattr(storage, "renames_at_once", isinstance(storage, LocalFileSystemStorage))
+    return told is True
 
 
 _NUM_ASKING = 16
@@ -177,7 +196,7 @@ class BackendCheckpointStorage:
         self._storage, self._files = storage, _Files(storage)
         self.renames = renames_at_once(storage)
         """Whether ``move`` takes no longer for what is large."""
-        self.has_files = self.renames
+        self.has_files = isinstance(storage, LocalFileSystemStorage)
         """Whether its paths are those of the system."""
 
     def isdir(self, path: str) -> bool:
@@ -217,7 +236,7 @@ class BackendCheckpointStorage:
     def file_sizes(self, path: str, names: Iterable[str]) -> dict[str, int]:
         asked = list(names)
         # On a disk an answer takes less time than a thread, elsewhere it may be a request to a server.
-        with ThreadPoolExecutor(1 if self.renames else _NUM_ASKING) as asking:
+        with ThreadPoolExecutor(1 if self.has_files else _NUM_ASKING) as asking:
             sizes = asking.map(lambda name: self._size_of_file(Path(path, name)), asked)
             found = zip(asked, sizes, strict=True)
             return {name: size for name, size in found if size is not None}
@@ -230,7 +249,7 @@ class BackendCheckpointStorage:
 
     def free_bytes(self, path: str) -> int | None:
         """How much may still be written around ``path``; None where nobody can tell."""
-        return filesystem.free_bytes(path) if self.renames else None
+        return filesystem.free_bytes(path) if self.has_files else None
 
     def read_bytes(self, path: str) -> bytes:
         return self._storage.read(Path(path))

@@ -4,6 +4,7 @@
     Writer: its barrier is a stop of commit.py, and what fails anywhere is told to the other ranks;
             every file is hashed on its way, and rank 0 writes manifest.json before the rename
             where a rename is a copy: files -> step-N, at the stop rank 0 adds metadata.pkl and manifest.json
+            (so there a pre_finalize_callback, which comes before the stop, finds no metadata.pkl yet)
 
 What fails once the checkpoint counts takes that back: its save has failed, as all ranks are told.
 

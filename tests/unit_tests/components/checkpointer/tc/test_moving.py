@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
+from torch_checkpointing.storage.base_storage import ReadArgs
 from torchtitan.components.checkpointer.formats import MARKERS
 from torchtitan.components.checkpointer.tc.moving import copy_in_order
 from torchtitan.components.checkpointer.tc.storage import (
@@ -105,3 +106,53 @@ def test_after_a_move_there_is_one_and_at_no_moment_there_was_none() -> None:
 def test_local_files_are_renamed_at_once_and_others_are_not_known_to_be() -> None:
     assert renames_at_once(DurableStorage(DurableStorageConfig()))
     assert not renames_at_once(InMemory().create_storage())
+
+
+def test_a_storage_can_say_that_it_renames_at_once() -> None:
+    memory = filled()
+    storage = memory.create_storage()
+    storage.renames_at_once = True  # pyrefly: ignore[missing-attribute]
+    moving = BackendCheckpointStorage(storage)
+    assert moving.renames and not moving.has_files
+    moving.move(str(SOURCE), str(TARGET))
+    assert below(memory, TARGET) == FILES and not below(memory, SOURCE)
+
+
+class InPieces(MemoryStorage):
+    """Notes which folders are made, and refuses to read a file as a whole, or to delete a folder."""
+
+    def __init__(self, config: InMemory) -> None:
+        super().__init__(config)
+        self.made: list[Path] = []
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        self.made.append(path)
+        super().mkdir(path, recursive)
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+        assert read_args is not None and not read_args.pre_read_full_file
+        return super().stream_read(path, read_args)
+
+    def rmdir(self, path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+
+def test_files_are_copied_in_pieces_and_each_folder_is_made_once() -> None:
+    memory = filled()
+    storage = InPieces(memory)
+    copy_in_order(storage, SOURCE, TARGET, MARKERS)
+    assert sorted(storage.made) == [TARGET, TARGET / "inside"]
+
+
+def test_what_cannot_be_taken_back_as_a_whole_does_not_count() -> None:
+    class Failing(InPieces):
+        def stream_write(self, path: Path) -> io.IOBase:
+            if path.name == MARKERS[0]:
+                raise OSError(28, "No space left on device")
+            return super().stream_write(path)
+
+    memory = filled()
+    with pytest.raises(OSError, match="No space left"):
+        copy_in_order(Failing(memory), SOURCE, TARGET, MARKERS)
+    left = below(memory, TARGET)
+    assert left and not left.keys() & set(MARKERS)

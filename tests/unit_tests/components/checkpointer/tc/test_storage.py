@@ -1,5 +1,6 @@
 """Files of torch_checkpointing: on the disk before they have their name, and deleted marker first."""
 
+import errno
 import os
 import pickle
 import threading
@@ -32,6 +33,7 @@ from torchtitan.tools import disk
 from torchtitan.tools.disk import Disk
 
 from tests.unit_tests.components.checkpointer.tc.memory_storage import InMemory, MemoryStorage
+from tests.unit_tests.noting_disk import NotingDisk
 
 ALONE = RankInfo(0, 1, 0, 1)
 
@@ -51,7 +53,7 @@ class Syncs:
 
 
 @pytest.fixture
-def synced(tmp_path: Path) -> Iterator[Syncs]:
+def synced(tmp_path: Path, is_durable: None) -> Iterator[Syncs]:
     found, fsync = Syncs(tmp_path), os.fsync
 
     def sync(descriptor: int) -> None:
@@ -329,3 +331,34 @@ def test_a_directory_is_moved_below_a_new_folder_and_measured_whole(
     with pytest.raises(FileNotFoundError):
         ours.size_bytes(f"{tmp_path}/gone")
     assert sorted(ours.listdir(f"{tmp_path}/aside/step-1")) == ["a", "inside"]
+
+
+def test_a_name_on_another_disk_and_a_file_on_the_way_are_told_as_what_they_are(
+    storage: DurableStorage, tmp_path: Path
+) -> None:
+    class Apart(Disk):
+        def rename(self, src: str, dst: str) -> None:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "file").touch()
+    with disk.using(Apart()), pytest.raises(OSError, match="on another disk.*Let all folders"):
+        storage.rename(tmp_path / "step-1", tmp_path / "superseded")
+    with pytest.raises(NotADirectoryError, match="Not a directory"):
+        storage.rename(tmp_path / "file/step-1", tmp_path / "step-1")
+
+
+def test_names_in_folders_inside_are_durable_before_a_directory_has_its_name(
+    storage: DurableStorage, tmp_path: Path
+) -> None:
+    (tmp_path / "tmp_step-1/a/b").mkdir(parents=True)
+    noting = NotingDisk(tmp_path)
+    with disk.using(noting):
+        storage.rename(tmp_path / "tmp_step-1", tmp_path / "step-1")
+    assert noting.noted == [
+        "sync_directory tmp_step-1/a/b",
+        "sync_directory tmp_step-1/a",
+        "sync_directory tmp_step-1",
+        "rename tmp_step-1 step-1",
+        "sync_directory .",
+    ]
