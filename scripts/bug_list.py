@@ -159,8 +159,10 @@ _PUBLISHING = (
             ),
             Edit(
                 path=f"{_OURS}/tc/storage.py",
-                old="        for folder in dict.fromkeys((dst_path.parent, src_path.parent)):\n",
-                new="        for folder in (dst_path.parent, dst_path):\n",
+                old="            filesystem.fsync_dir(os.fspath(folder))\n",
+                new="            filesystem.fsync_dir(os.fspath(folder))\n"
+                "        if os.path.isdir(dst_path):\n"
+                "            filesystem.fsync_dir(os.fspath(dst_path))\n",
             ),
         ),
         only=_TC,
