@@ -9,7 +9,8 @@ One rank, in this process, with saves that training waits for: it is started tho
 import gc
 import shutil
 import time
-from collections.abc import Set as AbstractSet
+from collections.abc import Generator, Set as AbstractSet
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,20 +72,16 @@ class Checker:
     def check_folder(self, folder: Path, promises: Promises, *, steps: int = 1) -> None:
         """The same of what lies in ``folder`` already, with a save after ``steps``. Raises whatever is met."""
         started_at = time.monotonic()
-        run = self._run(folder)
-        is_loaded = run.load()
-        found = run.found() if is_loaded else None
-        _require_owed(found, promises)
-        self._require_all_there(folder, promises)
-        step = steps if found is None else found.step + steps
-        run.save(step, by=AGAIN)
-        run.close()
+        with self._running(folder) as run:
+            found = run.found() if run.load() else None
+            _require_owed(found, promises)
+            self._require_all_there(folder, promises)
+            step = steps if found is None else found.step + steps
+            run.save(step, by=AGAIN)
         self._require_clean(folder, _after_saving(promises, found, step))
-        again = self._run(folder)
-        assert again.load() and again.found() == Saved(
-            step, AGAIN
-        ), f"step {step} was saved and {again.found()} is loaded"
-        again.close()
+        with self._running(folder) as run:
+            wanted = Saved(step, AGAIN)
+            assert run.load() and run.found() == wanted, f"{wanted} was saved, {run.found()} loaded"
         seconds = time.monotonic() - started_at
         assert seconds < LIMIT_SECONDS, f"this took {seconds:.1f} s"
 
@@ -92,6 +89,18 @@ class Checker:
         # No crash damages what counts, so nothing is to be passed over.
         settings = {"on_damaged": "fail", "lock_timeout_seconds": 10}
         return SmallRun(folder, self.way, by=AGAIN, keep=KEEP, **settings)
+
+    @contextmanager
+    def _running(self, folder: Path) -> Generator[SmallRun]:
+        run = self._run(folder)
+        try:
+            yield run
+        except BaseException:
+            # Else it would still have the lock when the next point is checked, in a folder of this name.
+            with suppress(*FAILURES):
+                run.manager.close()
+            raise
+        run.close()
 
     def _require_all_there(self, folder: Path, promises: Promises) -> None:
         held = look_at(folder, self.way)
