@@ -6,42 +6,16 @@ order, a question asked with the wrong answer. None of them shows while nothing 
     BUGS -> seeded_bugs.py; docs/reliability.md has them with their results
 """
 
-from dataclasses import dataclass
+from scripts.bug_kinds import Bug, Edit, one_change as _bug
 
 _OURS = "torchtitan/components/checkpointer"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Edit:
-    """One change of one file."""
-
-    path: str
-    """From the root of the tree."""
-    old: str
-    """Stands there exactly once."""
-    new: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bug:
-    """Something that is wrong."""
-
-    name: str
-    what: str
-    """One sentence without its full stop, for a table."""
-    edits: tuple[Edit, ...]
-    only: str = ""
-    """Which tests, as ``-k`` of pytest takes it, where others would take long and could notice nothing."""
-
-
-def _bug(name: str, what: str, path: str, old: str, new: str, *, only: str = "") -> Bug:
-    return Bug(name=name, what=what, edits=(Edit(path=path, old=old, new=new),), only=only)
 
 
 # Words in the names of tests: a bug of both back ends is looked for where it is quickest, and among the
 # states that crashes leave. What looks at the order of things by name would notice for another reason.
 _DCP, _TC = "disabled and not no_order", "shared and not no_order"
 _TWO_RANKS = "ranks]"
+_IN_PLACE = ("tests/unit_tests/components/checkpointer/tc/test_writing_in_place.py",)
 
 
 _WRITING = (
@@ -355,6 +329,7 @@ _FAILING = (
         "            disk.current().sync(file)\n            yield temporary, file\n",
         "            file.flush()\n            yield temporary, file\n",
         only=_DCP,
+        may_wait=True,
     ),
     _bug(
         "faults-swallowed",
@@ -380,6 +355,31 @@ _FAILING = (
         "                self._take_back(Path(path), folder)\n",
         "                pass\n",
         only=_TC,
+    ),
+    _bug(
+        "levels-unsynced",
+        "Of folders that were there already no name is synced, whoever has made them and died",
+        "torchtitan/tools/filesystem.py",
+        "        _sync_names_of(os.path.abspath(parent or os.curdir))\n",
+        "        pass\n",
+        only="killed_then_cut",
+    ),
+    _bug(
+        "takes-from-others",
+        "A failed save of `torch_checkpointing` takes back what another run may have saved meanwhile",
+        f"{_OURS}/tc/writer.py",
+        "            self._may_publish()\n            # A marker alone",
+        "            # A marker alone",
+        tests=_IN_PLACE,
+    ),
+    _bug(
+        "one-rank-alone-fails",
+        "What another rank of `torch_checkpointing` fails with after the name was given leaves it that",
+        f"{_OURS}/tc/writer.py",
+        "            with self._undone_by(OtherRankFailedError, path, folder):\n"
+        "                commit.publish()\n",
+        "            commit.publish()\n",
+        tests=_IN_PLACE,
     ),
 )
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from scripts import seeded_bugs
-from scripts.bug_list import Bug, BUGS, Edit
+from scripts.bug_kinds import Bug, Edit
+from scripts.bug_list import BUGS
 from scripts.seeded_bugs import Color, Outcome, ROOT, row, rows_of, try_bug, with_rows
 
 ADD = Edit(path="calc.py", old="a + b", new="a - b")
@@ -99,6 +100,28 @@ def test_tests_that_do_not_end_are_not_red(tree: Path) -> None:
     slow = Edit(path="calc.py", old="is_slow = False", new="is_slow = True")
     outcome = outcome_of(tree, slow, limit_seconds=3)
     assert outcome.color is Color.HUNG
+
+
+@pytest.mark.parametrize(
+    ("test", "said", "may_wait", "color"),
+    [
+        ("test_a_start_after_a_crash_goes_on", "AssertionError: nothing was loaded", False, "RED"),
+        ("test_a_start_after_a_crash_goes_on", "AssertionError: this took 20.3 s", False, "ODD"),
+        ("test_a_start_after_a_crash_goes_on", "Waiting up to 10 s", False, "ODD"),
+        ("test_a_start_after_a_crash_goes_on", "Waiting up to 10 s", True, "RED"),
+        ("test_a_start_after_a_crash_goes_on", "Failed: Timeout (>300.0s)", False, "ODD"),
+        ("test_an_upload_that_is_given_up", "AssertionError", False, "ODD"),
+    ],
+)
+def test_what_fails_for_another_reason_says_nothing_about_a_bug(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, test: str, said: str, may_wait: bool, color: str
+) -> None:
+    ends = Outcome(color=Color.RED, seconds=1, test=f"test_a::{test}[1]", said=said)
+    monkeypatch.setattr(seeded_bugs, "run_tests", lambda *_, **__: ends)
+    bug = Bug(name="a-bug", what="", edits=(ADD,), may_wait=may_wait)
+    assert try_bug(bug, source=tree).color is Color[color]
+    # Of tests that were asked for each counts.
+    assert try_bug(bug, source=tree, arguments=["test_calc.py"]).color is Color.RED
 
 
 def test_only_what_belongs_to_the_tree_is_copied(tree: Path, tmp_path: Path) -> None:
