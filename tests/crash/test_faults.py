@@ -21,11 +21,13 @@ from tests.crash.checking import Checker
 from tests.crash.faults import Fault, Faults, faults_at, FaultyDisk, few_writes, How, Place
 from tests.crash.listening import Lines
 from tests.crash.model import as_synced, DiskModel
-from tests.crash.operations import Kind, Operation, read_log
+from tests.crash.operations import append, Kind, Operation, read_log
+from tests.crash.points import crash_points, KILLED
 from tests.crash.promises import ACKNOWLEDGED
 from tests.crash.recording import RecordingDisk
-from tests.crash.scenarios import evenly
+from tests.crash.scenarios import Earlier, evenly, RESUMED
 from tests.crash.stories import STORIES
+from tests.crash.tree import lay_out, Tree
 from tests.crash.troubled import (
     is_nothing_to_go_on_from,
     Life,
@@ -40,7 +42,8 @@ from tests.unit_tests.components.checkpointer.ways import DISABLED, TC_WAITING, 
 
 pytestmark = [pytest.mark.timeout(4 * 3600), pytest.mark.usefixtures("one_rank")]
 
-TOLD = ("first saves", "saved again", "last save", "last weights", "gone back", "expired")
+TOLD = ("first saves", "saved again", "last save", "last weights", "gone back", "expired", RESUMED)
+_NUM_KILLED = 2
 _FAULTS_PER_POINT = 1 / 6
 """A fault takes longer than a crash point, and is worth more: it is tried with a run that lives."""
 
@@ -57,13 +60,16 @@ class Trial:
     way: Way
     fault: Fault | None = None
     policy: str = RAISE
+    start: Earlier = Earlier()
+    """What a run before it has left."""
 
     def __str__(self) -> str:
         return f"{self.story}, {self.way}, on_save_failure {self.policy}: {self.fault}"
 
     def play(self, root: Path) -> tuple[Faults, list[Operation]]:
         """Live through it in ``root``, which is made; what has failed, and what was done and said."""
-        root.mkdir(parents=True)
+        lay_out(self.start.left, root)
+        append(f"{root}.log", self.start.operations)
         faults = Faults(self.fault)
         recording = RecordingDisk(str(root), f"{root}.log")
         life = Life(faults, self.policy, recording.note)
@@ -84,13 +90,24 @@ def place() -> Iterator[Path]:
 
 def trials(story: str, way: Way, place: Path) -> list[Trial]:
     """Each fault at each operation of ``story``, by turns of a run that goes on and of one that ends."""
-    faults, _ = Trial(story, way).play(place / f"{next(_numbers)}/root")
     found = []
-    for number, at in enumerate(few_writes(faults.seen)):
-        for turn, fault in enumerate([*faults_at(at), *_twice(at)]):
-            policy = (RAISE, WARN)[(number + turn) % 2]
-            found.append(Trial(story, way, fault, policy))
+    for start in _killed(way, place) if story == RESUMED else [Earlier()]:
+        faults, _ = Trial(story, way, start=start).play(place / f"{next(_numbers)}/root")
+        for number, at in enumerate(few_writes(faults.seen)):
+            for turn, fault in enumerate([*faults_at(at), *_twice(at)]):
+                policy = (RAISE, WARN)[(number + turn) % 2]
+                found.append(Trial(story, way, fault, policy, start))
     return found
+
+
+def _killed(way: Way, place: Path) -> Iterator[Earlier]:
+    """What kills in the middle of other stories leave."""
+    for story in ("first saves", "saved again"):
+        _, operations = Trial(story, way).play(place / f"{next(_numbers)}/root")
+        killed = [each for each in crash_points(operations) if each.variant == KILLED]
+        for point in evenly(killed[len(killed) // 2 :], _NUM_KILLED):
+            # As after a start of the machine: what is there is durable.
+            yield Earlier(point.notes, start=point.tree, left=point.tree)
 
 
 def _twice(at: Place) -> Iterator[Fault]:
@@ -110,7 +127,7 @@ def check(trial: Trial, place: Path) -> bool:
             checker = Checker.of(trial.way, root.parent / "checked")
             if faults.has_come and trial.fault is not None:
                 if trial.fault.at.kind in (Kind.SYNC, Kind.SYNC_DIRECTORY):
-                    _check_power_cut(operations, checker)
+                    _check_power_cut(operations, trial.start.start, checker)
                 owed = owed_after(operations)
                 if not is_nothing_to_go_on_from(owed):
                     checker.check_folder(root, owed, steps=1 + number % 2)
@@ -123,9 +140,9 @@ def check(trial: Trial, place: Path) -> bool:
             shutil.rmtree(root.parent, ignore_errors=True)
 
 
-def _check_power_cut(operations: list[Operation], checker: Checker) -> None:
+def _check_power_cut(operations: list[Operation], start: Tree, checker: Checker) -> None:
     """Cut the power when the first save after a sync that failed is told to be good."""
-    model, has_failed = DiskModel(), False
+    model, has_failed = DiskModel(start), False
     for number, each in enumerate(operations):
         model.apply(each)
         has_failed |= each.path == TROUBLE and each.kind is Kind.NOTE
