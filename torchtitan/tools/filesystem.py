@@ -177,7 +177,8 @@ def makedirs(path: str) -> None:
     """Create the directory ``path`` with its parents; one that exists is no error.
 
     Durable: where something is created, the names of all that is above it are synced too, once in a
-    process. Whoever has made that may have failed to, or may have been killed before.
+    process. Whoever has made that may have failed to, or may have been killed before. Raises OSError if
+    the disk refuses one, up to a mount point or what this user may not look into.
     """
     if is_remote(path):
         fs, inner = _resolve(path)

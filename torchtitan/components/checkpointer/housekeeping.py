@@ -45,6 +45,7 @@ class Housekeeping(Claiming, RoomCheck):
     _damaged: Mapping[str, str]
     _saved_paths: frozenset[str] = frozenset()
     _has_replaced: bool = False
+    _is_folder_synced: bool = False
     _gave_up: bool = False
     """Whether a save was given up, which then may still be running."""
 
@@ -64,6 +65,7 @@ class Housekeeping(Claiming, RoomCheck):
             # The other ranks wait as long as the limit, and are to hear what went wrong.
             self._ready_by = time.monotonic() + self.timeout_seconds / 2
             self._require_claim()
+            self._sync_folder()
             self._deletions.begin_cycle()
             self._sweep_unfinished()
             self._delete_replaced()
@@ -88,6 +90,23 @@ class Housekeeping(Claiming, RoomCheck):
         self._history_settled = True
         self._damaged = {}  # They were not loaded, so they are gone from here.
         self._saved_paths |= {checkpoint_id}
+
+    def _sync_folder(self) -> None:
+        """Make the names in the folder durable, once: a run that was killed may just have made one.
+
+        What is moved into ``replaced/`` would else be gone with it after a power cut.
+        """
+        if self._is_folder_synced or not getattr(self._storage, "has_files", False):
+            return
+        self._is_folder_synced = True  # told once
+        try:
+            if self._storage.isdir(self.folder):
+                filesystem.fsync_dir(self.folder)
+        except OSError as error:
+            logger.warning(
+                f"The names in {self.folder} could not be synced: {error}. A power cut may take away what "
+                "an earlier run has saved there. Look whether the disk is in order."
+            )
 
     def _clear_staging(self, checkpoint_id: str) -> list[str]:
         """Remove what an earlier save left where this one is staged; where is now what had to be kept."""

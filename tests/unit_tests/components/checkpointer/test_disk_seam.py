@@ -23,7 +23,7 @@ from tests.crash.operations import Kind, Operation, read_log
 from tests.crash.recording import RecordingDisk
 from tests.crash.tree import read_tree
 from tests.unit_tests.components.checkpointer.runs import build_run
-from tests.unit_tests.components.checkpointer.ways import over, Way
+from tests.unit_tests.components.checkpointer.ways import DISABLED, over, TC_WAITING, Way
 from tests.unit_tests.noting_disk import NotingDisk
 
 
@@ -102,3 +102,28 @@ def test_a_link_has_its_new_name_for_good_before_it_loses_the_old_one(
         "unlink superseded/step-9",
         "sync_directory superseded",
     ]
+
+
+@over(DISABLED, TC_WAITING)
+@pytest.mark.usefixtures("one_rank")
+def test_names_that_an_earlier_run_has_left_are_synced_once_or_that_is_told(
+    way: Way, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoint"
+    (folder / "replaced").mkdir(parents=True)
+
+    class Refusing(NotingDisk):
+        def sync_directory(self, path: str) -> None:
+            is_first = "sync_directory checkpoint" not in self.noted
+            super().sync_directory(path)
+            if is_first and path == str(folder):
+                raise OSError(5, "Input/output error")
+
+    noting = Refusing(tmp_path)
+    with disk.using(noting):
+        run = build_run(tmp_path, **way.settings)
+        run.train(2)
+        run.manager.close()
+    assert noting.noted[0] == "sync_directory checkpoint"
+    assert caplog.text.count("could not be synced") == 1 and "Look whether" in caplog.text
+    assert way.complete(tmp_path) == ["step-1", "step-2"]
