@@ -100,6 +100,9 @@ def faults_at(place: Place) -> Iterator[Fault]:
         yield Fault(place, How.HALF, errno.ENOSPC)
     if place.kind is Kind.SYNC:
         yield Fault(place, How.LOST, errno.EIO)
+    if place.kind is Kind.SYNC_DIRECTORY:
+        # As of a file system that cannot do it.
+        yield Fault(place, How.REFUSED, errno.EINVAL)
     yield Fault(place, How.FULL, errno.ENOSPC)
     yield Fault(place, How.GONE, errno.EIO)
 

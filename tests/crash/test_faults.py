@@ -40,7 +40,7 @@ from tests.crash.troubled import (
 )
 from tests.unit_tests.components.checkpointer.ways import DISABLED, TC_WAITING, Way
 
-pytestmark = [pytest.mark.timeout(4 * 3600), pytest.mark.usefixtures("one_rank")]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 TOLD = ("first saves", "saved again", "last save", "last weights", "gone back", "expired", RESUMED)
 _NUM_KILLED = 2
@@ -125,12 +125,12 @@ def check(trial: Trial, place: Path) -> bool:
         try:
             faults, operations = trial.play(root)
             checker = Checker.of(trial.way, root.parent / "checked")
-            if faults.has_come and trial.fault is not None:
-                if trial.fault.at.kind in (Kind.SYNC, Kind.SYNC_DIRECTORY):
-                    _check_power_cut(operations, trial.start.start, checker)
-                owed = owed_after(operations)
-                if not is_nothing_to_go_on_from(owed):
-                    checker.check_folder(root, owed, steps=1 + number % 2)
+            assert trial.fault is not None
+            if trial.fault.at.kind in (Kind.SYNC, Kind.SYNC_DIRECTORY):
+                _check_power_cut(operations, trial.start.start, checker)
+            owed = owed_after(operations)
+            if not is_nothing_to_go_on_from(owed):
+                checker.check_folder(root, owed, steps=1 + number % 2)
             return faults.has_come
         except Exception as error:
             raise AssertionError(
@@ -166,7 +166,9 @@ def test_a_fault_costs_no_more_than_the_save_that_it_falls_into(
     found = trials(story, way, place)
     share = math.inf if wanted == "all" else wanted * _FAULTS_PER_POINT / (2 * len(TOLD))
     chosen = found if math.isinf(share) else evenly(found, math.ceil(share))
+    is_odd = [each for each in found if each.fault and each.fault.number == errno.EINVAL]
+    chosen += [each for each in is_odd[len(chosen) % 3 :: 7] if each not in chosen][:1]
     record_property("faults", [f"{story}, {way}", len(chosen), len(found)])
-    num_come = sum(check(trial, place) for trial in chosen)
+    missed = [trial for trial in chosen if not check(trial, place)]
     # Threads may do a few things in another order than when they were counted.
-    assert num_come > 0.9 * len(chosen)
+    assert len(missed) < 0.1 * len(chosen), "never met: " + "; ".join(map(str, missed))

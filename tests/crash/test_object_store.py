@@ -39,7 +39,7 @@ from tests.crash.troubled import (
 )
 from tests.unit_tests.components.checkpointer.ways import TC_WAITING
 
-pytestmark = [pytest.mark.timeout(4 * 3600), pytest.mark.usefixtures("one_rank")]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 TOLD = ("first saves", "saved again", "last save", "last weights", "gone back", "expired")
 _POINTS_SHARE, _FAULTS_SHARE = 1 / 8, 1 / 16

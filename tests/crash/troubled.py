@@ -37,7 +37,7 @@ TROUBLE = "trouble"
 RAISE, WARN = "raise", "warn"
 
 _STAYS = "what names it as complete stays there"
-_CAUSES = ("Input/output error", "No space left on device")
+_CAUSES = ("Input/output error", "No space left on device", "Invalid argument")
 
 
 class RunEndedError(Exception):
