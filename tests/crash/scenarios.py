@@ -8,7 +8,7 @@ serves all tests of a session; a history is recorded when the first of its kind 
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +120,10 @@ class Judged:
 class Histories:
     """Records in ``place``, once each."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, ways: Iterable[Way] = WAYS) -> None:
+        """``ways`` are those of which most histories will be asked for."""
         self._place = place
+        self._ways = tuple(ways)
         self._recorded: dict[Case, list[History]] = {}
 
     def of(self, case: Case) -> list[History]:
@@ -129,7 +131,8 @@ class Histories:
         if case not in self._recorded:
             # Processes are what takes time, so all that can be done in one set of them is.
             together = [each for each in CASES if _group(each) == _group(case)]
-            self._record(together, case.num_ranks)
+            wanted = [each for each in together if each.way in (*self._ways, case.way)]
+            self._record([each for each in wanted if each not in self._recorded], case.num_ranks)
         return self._recorded[case]
 
     def points_of(self, case: Case, *, all_orders: bool = False) -> list[Judged]:
