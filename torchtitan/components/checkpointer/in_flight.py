@@ -105,6 +105,8 @@ class SavesInBackground(Protocol):
     _gave_up: bool
     """The save in flight was given up, and its caller told."""
     _failed: FailedSaves
+    _doubtful: frozenset[str]
+    """Saves that are not known to be good, by path."""
 
 
 def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
@@ -140,6 +142,8 @@ def wait_for_saving(manager: SavesInBackground, mode: AsyncMode) -> None:
         # Ctrl-C: it is still in flight, and close() has to wait for it.
         manager.save_future = future
         raise
+    if manager._report is not None:
+        manager._doubtful -= {manager._report.path}
 
 
 def failure_of(

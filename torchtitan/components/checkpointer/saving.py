@@ -107,8 +107,6 @@ class SavingManager(BaseCheckpointManager):
             ):
                 verdict, payload = self._settle(asked, earlier, curr_step, last_step)
                 is_late = isinstance(verdict.failure, CheckpointSaveTimeoutError)
-                if self._failed.is_open and verdict.failure is None and self._report is not None:
-                    self._doubtful -= {self._report.path}
                 ending = self._failed.settled(
                     verdict.failure, is_excused=verdict.is_excused, newest_step=self._newest_step()
                 )
