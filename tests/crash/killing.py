@@ -54,7 +54,9 @@ class KillingDisk(ActingDisk):
 
     def act(self, number: int) -> None:
         pids = [pid for victim in self._kills[number].victims for pid in self._found(victim)]
-        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):  # itself last
+        # Itself last; and the rank that it writes for, which takes it along.
+        own = (os.getpid(), self._pids[self._rank])
+        for pid in sorted(pids, key=lambda pid: pid in own):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
