@@ -224,12 +224,15 @@ _ROLLING_BACK = (
         "        if True:\n",
         only=_DCP,
     ),
-    _bug(
-        "loaded-step-leaves",
-        "The step that was gone back to is put aside with the history that was left",
-        f"{_OURS}/housekeeping.py",
-        "if newer > step}\n",
-        "if newer >= step}\n",
+    Bug(
+        name="loaded-step-leaves",
+        what="The step that was gone back to is put aside with the history that was left",
+        edits=(
+            Edit(
+                path=f"{_OURS}/housekeeping.py", old="if newer > step}\n", new="if newer >= step}\n"
+            ),
+            Edit(path=f"{_OURS}/history.py", old="if step > than)", new="if step >= than)"),
+        ),
         only=_DCP,
     ),
 )

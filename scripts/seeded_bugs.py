@@ -33,10 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/reliability.md"
 COMMAND = "python -m scripts.seeded_bugs"
 
-_AT_RANDOM = ("kills", "failing_disks")
+_FILES = ("crash_points", "faults", "killed_then_cut", "object_store")
 _TESTS = (
-    "tests/crash",
-    *(f"--ignore=tests/crash/test_{name}.py" for name in _AT_RANDOM),
+    *(f"tests/crash/test_{name}.py" for name in _FILES),
     # It is about the tests themselves, and would have all be recorded before the first crash.
     "--deselect=tests/crash/test_crash_points.py::test_nothing_happens_past_the_disk_that_is_recorded",
 )
