@@ -34,6 +34,11 @@ class Bug:
     """Whether a lock that is waited for in vain is what the bug leads to."""
 
 
+def changes(path: str, *changes: tuple[str, str]) -> tuple[Edit, ...]:
+    """Several changes of one file, as (old, new)."""
+    return tuple(Edit(path=path, old=old, new=new) for old, new in changes)
+
+
 def one_change(name: str, what: str, path: str, old: str, new: str, **more: Any) -> Bug:
     """A bug in one place; ``more`` are fields of it."""
     return Bug(name=name, what=what, edits=(Edit(path=path, old=old, new=new),), **more)

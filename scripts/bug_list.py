@@ -6,7 +6,7 @@ order, a question asked with the wrong answer. None of them shows while nothing 
     BUGS -> seeded_bugs.py; docs/reliability.md has them with their results
 """
 
-from scripts.bug_kinds import Bug, Edit, one_change as _bug
+from scripts.bug_kinds import Bug, changes, Edit, one_change as _bug
 
 _OURS = "torchtitan/components/checkpointer"
 
@@ -15,7 +15,8 @@ _OURS = "torchtitan/components/checkpointer"
 # states that crashes leave. What looks at the order of things by name would notice for another reason.
 _DCP, _TC = "disabled and not no_order", "shared and not no_order"
 _TWO_RANKS = "ranks]"
-_IN_PLACE = ("tests/unit_tests/components/checkpointer/tc/test_writing_in_place.py",)
+_OUR_TESTS = "tests/unit_tests/components/checkpointer"
+_IN_PLACE = (f"{_OUR_TESTS}/tc/test_writing_in_place.py",)
 
 
 _WRITING = (
@@ -47,23 +48,15 @@ _WRITING = (
     Bug(
         name="dcp-index-in-place",
         what="`dcp` writes the index under its own name, without a temporary one",
-        edits=(
-            Edit(
-                path=f"{_OURS}/dcp_writer.py",
-                old="        with disk.current().create(os.fspath(path)) as file:\n",
-                new="        path = Path(path).with_name(Path(path).name.removesuffix('.tmp'))\n"
+        edits=changes(
+            f"{_OURS}/dcp_writer.py",
+            (
+                "        with disk.current().create(os.fspath(path)) as file:\n",
+                "        path = Path(path).with_name(Path(path).name.removesuffix('.tmp'))\n"
                 "        with disk.current().create(os.fspath(path)) as file:\n",
             ),
-            Edit(
-                path=f"{_OURS}/dcp_writer.py",
-                old="        disk.current().rename(os.fspath(path), os.fspath(new_path))\n",
-                new="",
-            ),
-            Edit(
-                path=f"{_OURS}/dcp_writer.py",
-                old="        disk.current().unlink(os.fspath(path))\n",
-                new="        return\n",
-            ),
+            ("        disk.current().rename(os.fspath(path), os.fspath(new_path))\n", ""),
+            ("        disk.current().unlink(os.fspath(path))\n", "        return\n"),
         ),
         only=_DCP,
     ),
@@ -125,16 +118,15 @@ _PUBLISHING = (
     Bug(
         name="tc-publish-early",
         what="`torch_checkpointing` publishes first, and syncs the names inside afterwards",
-        edits=(
-            Edit(
-                path=f"{_OURS}/tc/storage.py",
-                old="            filesystem.fsync_dir(os.fspath(src_path))\n        try:\n",
-                new="            pass\n        try:\n",
+        edits=changes(
+            f"{_OURS}/tc/storage.py",
+            (
+                "            filesystem.fsync_dir(os.fspath(src_path))\n        try:\n",
+                "            pass\n        try:\n",
             ),
-            Edit(
-                path=f"{_OURS}/tc/storage.py",
-                old="            filesystem.fsync_dir(os.fspath(folder))\n",
-                new="            filesystem.fsync_dir(os.fspath(folder))\n"
+            (
+                "            filesystem.fsync_dir(os.fspath(folder))\n",
+                "            filesystem.fsync_dir(os.fspath(folder))\n"
                 "        if os.path.isdir(dst_path):\n"
                 "            filesystem.fsync_dir(os.fspath(dst_path))\n",
             ),
@@ -166,7 +158,7 @@ _PUBLISHING = (
         "        own = self._files_of(self._rank)\n",
         "        if stop is _Stop.PUBLISHED and self._rank != 0:\n            return None\n"
         "        own = self._files_of(self._rank)\n",
-        tests=("tests/unit_tests/components/checkpointer/tc/test_commit.py",),
+        tests=(f"{_OUR_TESTS}/tc/test_commit.py",),
     ),
     _bug(
         "early-answer",
@@ -176,7 +168,7 @@ _PUBLISHING = (
         "        if report is None:\n            raise\n        folder",
         "            pass\n    except FAILURES as error:\n"
         "        if report is None:\n            raise\n        folder",
-        only=f"async and not pinned and not {_TWO_RANKS} and not no_order",
+        tests=(f"{_OUR_TESTS}/test_background_saves.py",),
     ),
 )
 
@@ -254,12 +246,17 @@ _DELETING = (
         "    is_complete = not is_staging\n",
         only=_DCP,
     ),
-    _bug(
-        "pins-ignored",
-        "Retention does not look for a file PIN",
-        f"{_OURS}/retention.py",
-        "        return not self.is_pinned and not self.is_protected\n",
-        "        return not self.is_protected\n",
+    Bug(
+        name="pins-ignored",
+        what="Nobody looks for a file PIN, neither who chooses what expires nor who deletes it",
+        edits=(
+            Edit(path=f"{_OURS}/retention.py", old="not self.is_pinned and ", new=""),
+            Edit(
+                path=f"{_OURS}/deletions.py",
+                old="            if is_pinned(self._storage, path):\n",
+                new="            if False:\n",
+            ),
+        ),
         only=_DCP,
     ),
     _bug(
