@@ -132,6 +132,8 @@ def go_on(folder: Path, way: Way, until: int, kills: tuple[Kill, ...], notes: Pa
             tell(notes, "resumed", run.step, digest(run))
             until = max(until, run.step + LAST_STEPS)
             train_and_save(run, notes)
+            await_end_of_save(run.manager)  # until then processes are just starting
+            tell_newest(run, notes)
             if dist.get_rank() == 0:
                 disk.start_clocks()
             while run.step < until:
