@@ -43,6 +43,8 @@ from tests.ranks.tc_files import shares_of, unevenness
 from tests.ranks.tiny_run import make_config, Recorded, run, Trace
 from tests.unit_tests.components.checkpointer.ways import DISABLED, TC_WAITING, Way
 
+# The first test waits for the runs of all, which up to eight ranks make on few cores.
+pytestmark = pytest.mark.timeout(900)
 ROWS_PER_STEP = 4
 SAVED_STEP = 2
 WRAPPED = Layout(name="TP 2 wrapped", tensor=2, wrapped=True)
