@@ -125,6 +125,7 @@ class Histories:
         self._place = place
         self._ways = tuple(ways)
         self._recorded: dict[Case, list[History]] = {}
+        self._num_places = 0
 
     def of(self, case: Case) -> list[History]:
         """The histories of ``case``; of one that goes on from crashes, one for each of these."""
@@ -156,7 +157,9 @@ class Histories:
         parts: list[tuple[Case, Path, Earlier]] = []
         for case in cases:
             for earlier in self._earlier(case):
-                parts.append((case, self._place / f"{len(parts)}-{_group(case)}", earlier))
+                self._num_places += 1
+                place = self._place / f"{self._num_places}-{_group(case)}"
+                parts.append((case, place, earlier))
                 _prepare(parts[-1][1], earlier)
         scenes = [(case.story, case.way, str(place)) for case, place, _ in parts]
         run_on_ranks(num_ranks, _play, scenes, timeout_seconds=_TIMEOUT_SECONDS)

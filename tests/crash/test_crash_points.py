@@ -45,8 +45,9 @@ def place() -> Iterator[Path]:
 def histories(place: Path, request: pytest.FixtureRequest) -> Histories:
     # Who has chosen a few tests does not want to wait for what the others need.
     chosen = (getattr(each, "callspec", None) for each in request.session.items)
-    cases = [each.params["case"] for each in chosen if each is not None and "case" in each.params]
-    return Histories(place / "recorded", {case.way for case in cases})
+    cases = (each.params.get("case") for each in chosen if each is not None)
+    # Other tests of the same run have cases of their own.
+    return Histories(place / "recorded", {case.way for case in cases if isinstance(case, Case)})
 
 
 @pytest.fixture(scope="module")
