@@ -168,6 +168,8 @@ class TorchCheckpointingManager(SavingManager):
     def _clear_staging(self, checkpoint_id: str) -> list[str]:
         folder, _, name = checkpoint_id.rpartition("/")
         staging_id = f"{folder}/{self._temp_dir_prefix}{name}"
+        # What a deletion has left there that was cut short may be queued, and would go while it is written.
+        self._deletions.withdraw(staging_id, self._left_seconds)
         # Files of ranks that are no more would become part of the checkpoint.
         return self._clear_leftover(staging_id) if self._storage.isdir(staging_id) else []
 
