@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, BinaryIO, cast, TypeVar
 
 from torchtitan.tools.disk import Disk
 
+from tests.crash.open_file import OpenFile
 from tests.crash.operations import Kind
 
 T = TypeVar("T")
@@ -258,15 +258,16 @@ class FaultyDisk(Disk):
         return self.faults.carry_out(kind, "" if inside == "." else inside, act, **parts)
 
 
-class _File:
+class _File(OpenFile):
     """A file whose writes may fail."""
 
     def __init__(self, inner: BinaryIO, path: str, carry_out: Callable[..., Any]) -> None:
-        self.inner, self.path = inner, path
+        super().__init__(inner)
+        self.path = path
         self._carry_out = carry_out
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B") if memoryview(content).nbytes else memoryview(b"")
 
         def half() -> None:
             self.inner.write(view[: len(view) // 2])
@@ -277,28 +278,4 @@ class _File:
         if self.closed:
             # As any file; DCP asks this of one that has failed, whenever that is thrown away.
             raise ValueError("flush of a closed file")
-        self.inner.flush()
-
-    def tell(self) -> int:
-        return self.inner.tell()
-
-    def fileno(self) -> int:
-        return self.inner.fileno()
-
-    def close(self) -> None:
-        self.inner.close()
-
-    @property
-    def closed(self) -> bool:
-        return self.inner.closed
-
-    def __enter__(self) -> "_File":
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        self.close()
+        super().flush()

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, cast
 
 from torchtitan.components.checkpointer.integrity.digests import flat
 from torchtitan.tools.disk import Disk
+
+from tests.crash.open_file import OpenFile
 
 
 class When(StrEnum):
@@ -181,29 +182,12 @@ class ActingDisk(Disk):
             self.act_once(which)
 
 
-class _WatchedFile:
-    """A file whose writes are counted; as much of one as a disk is asked for."""
+class _WatchedFile(OpenFile):
+    """A file whose writes are counted."""
 
-    def __init__(self, file: BinaryIO, disk: ActingDisk) -> None:
-        self._file = file
+    def __init__(self, inner: BinaryIO, disk: ActingDisk) -> None:
+        super().__init__(inner)
         self._disk = disk
-        self.flush, self.tell, self.fileno = file.flush, file.tell, file.fileno
-        self.close = file.close
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
 
     def write(self, content: bytes) -> int:
-        return self._disk.write(self._file, content)
-
-    def __enter__(self) -> "_WatchedFile":
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        self._file.__exit__(exc_type, exc_val, exc_tb)
+        return self._disk.write(self.inner, content)

@@ -11,11 +11,11 @@ import fcntl
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import BinaryIO, cast
 
 from torchtitan.tools.disk import Disk
 
+from tests.crash.open_file import OpenFile
 from tests.crash.operations import append, Kind, note, Operation
 
 
@@ -45,14 +45,14 @@ class RecordingDisk(Disk):
             super().sync(file)
             return
         with self._alone():
-            super().sync(file.real)
+            super().sync(file.inner)
             self._add_written(file)
             self._add(Kind.SYNC, file.path)
 
     def _hand_over(self, file: "_RecordedFile") -> None:
         """Give the system what is still in memory of the process."""
         with self._alone():
-            file.real.flush()
+            file.inner.flush()
             self._add_written(file)
 
     def _add_written(self, file: "_RecordedFile") -> None:
@@ -121,53 +121,33 @@ class RecordingDisk(Disk):
             os.close(descriptor)
 
 
-class _RecordedFile:
+class _RecordedFile(OpenFile):
     """A file of which the log learns what was written when it is flushed, synced or closed, in one piece.
 
     Torn writes are made of that piece; thousands of little ones would say no more.
     """
 
     def __init__(
-        self, real: BinaryIO, path: str, hand_over: "Callable[[_RecordedFile], None]"
+        self, inner: BinaryIO, path: str, hand_over: "Callable[[_RecordedFile], None]"
     ) -> None:
-        self.real, self.path = real, path
+        super().__init__(inner)
+        self.path = path
         self._hand_over = hand_over
         self._pending = bytearray()
 
-    @property
-    def closed(self) -> bool:
-        return self.real.closed
-
-    def write(self, data: bytes) -> int:
-        self._pending += data
-        return self.real.write(data)
+    def write(self, content: bytes) -> int:
+        self._pending += content
+        return super().write(content)
 
     def flush(self) -> None:
         self._hand_over(self)
 
-    def tell(self) -> int:
-        return self.real.tell()
-
-    def fileno(self) -> int:
-        return self.real.fileno()
-
     def close(self) -> None:
         if not self.closed:
             self._hand_over(self)
-            self.real.close()
+            super().close()
 
     def taken(self) -> bytes:
         """What was written since this was asked last."""
         written, self._pending = bytes(self._pending), bytearray()
         return written
-
-    def __enter__(self) -> "_RecordedFile":
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        self.close()

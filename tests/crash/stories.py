@@ -59,21 +59,16 @@ def saved_again(stage: Stage) -> None:
 
 def last_save(stage: Stage) -> None:
     """A run comes to its end, saves everything then, and is given more steps."""
-    run = stage.run("first", keep=2)
-    run.load()
-    run.save(1)
-    run.save(2)
-    run.save(3, is_last=True)
-    run.close()
-    more = stage.run("second", keep=2)
-    assert more.load()
-    more.save(4)
-    more.close()
+    _end_and_go_on(stage, 4)
 
 
 def last_weights(stage: Stage) -> None:
     """The same, but the last save holds weights alone, so that its step is trained once more."""
-    run = stage.run("first", keep=2, last_save_model_only=True)
+    _end_and_go_on(stage, 3, last_save_model_only=True)
+
+
+def _end_and_go_on(stage: Stage, next_step: int, **settings: Any) -> None:
+    run = stage.run("first", keep=2, **settings)
     run.load()
     run.save(1)
     run.save(2)
@@ -81,7 +76,7 @@ def last_weights(stage: Stage) -> None:
     run.close()
     more = stage.run("second", keep=2)
     assert more.load()
-    more.save(3)
+    more.save(next_step)
     more.close()
 
 
