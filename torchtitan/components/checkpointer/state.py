@@ -3,7 +3,7 @@
 Model entries lie at the top level under their own names, without a ``model.`` prefix; everything
 else lies under its state key. That layout is what makes a checkpoint readable by other programs.
 
-    ModelWrapper.state_dict -> flatten_states -> the dict that a backend writes or fills
+    ModelWrapper.state_dict (model_entries.py) -> flatten_states -> the dict that a backend writes or fills
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+
+from torchtitan.components.checkpointer.model_entries import look_into
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -33,6 +35,9 @@ class ModelWrapper(Stateful):
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
         self.model: list[nn.Module] = model if isinstance(model, list) else [model]
         self.cached_state_dict: dict[str, Any] = {}
+        self.parameters: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        """All of the model's as they were when its entries were last taken, saved or not."""
         self._refresh()
 
     def _get_state_dict(self) -> dict[str, Any]:
@@ -41,20 +46,21 @@ class ModelWrapper(Stateful):
             merged.update(part.state_dict())
         return merged
 
-    def _live_entries(self) -> tuple[dict[str, Any], set[str]]:
+    def _look(self) -> tuple[dict[str, Any], set[str]]:
         """The entries as they are now; and the names of those which are the model's own tensors."""
         merged: dict[str, Any] = {}
         own: set[str] = set()
+        self.parameters, self.buffers = [], []
         for part in self.model:
-            # Sharded tensors take long to detach, and nearly all are known already.
-            is_simple = _is_seen_by_torch_only(part)
-            entries = part.state_dict(keep_vars=True) if is_simple else part.state_dict()
-            own = own | entries.keys() if is_simple else own - entries.keys()
-            merged.update(entries)
+            found = look_into(part)
+            own = (own - found.entries.keys()) | found.own
+            merged.update(found.entries)
+            self.parameters += found.parameters
+            self.buffers += found.buffers
         return merged, own
 
     def _refresh(self) -> None:
-        fresh, own = self._live_entries()
+        fresh, own = self._look()
         for gone in self.cached_state_dict.keys() - fresh.keys():
             del self.cached_state_dict[gone]
         changed = {
@@ -92,7 +98,9 @@ class ModelWrapper(Stateful):
 
 def local_part(tensor: Any) -> torch.Tensor:
     """This rank's elements of ``tensor``, by reference and without a gradient history."""
-    return _elements(tensor).detach()
+    local = _elements(tensor)
+    # To detach what has none takes time for nothing, and a save does it for each tensor.
+    return local.detach() if local.requires_grad else local
 
 
 def _elements(tensor: Any) -> torch.Tensor:
@@ -102,34 +110,6 @@ def _elements(tensor: Any) -> torch.Tensor:
     # to_local goes through autograd, which for hundreds of tensors makes a save noticeably longer.
     local = tensor._local_tensor
     return local if type(local) is torch.Tensor else tensor.to_local()
-
-
-def _is_seen_by_torch_only(part: nn.Module) -> bool:
-    """Whether all entries of a part are parameters and buffers, which no code but torch's own looks at.
-
-    Other code may expect tensors without a history, as nearly everybody asks for them.
-    """
-    return not any(
-        module._state_dict_hooks
-        or not all(map(_is_of_sharding, module._state_dict_pre_hooks.values()))
-        # Of the object itself, which may have been given another one than its class has.
-        or any(
-            getattr(getattr(module, name), "__func__", None) is not method
-            for name, method in _OF_TORCH.items()
-        )
-        for module in part.modules()
-    )
-
-
-def _is_of_sharding(hook: Any) -> bool:
-    """Whether it is what every sharded module has: it puts the shards in place, and looks at no entry."""
-    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
-
-
-_OF_TORCH = {
-    name: getattr(nn.Module, name)
-    for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
-}
 
 
 def _both_tensors(cached: Any, fresh: Any) -> bool:
@@ -187,15 +167,11 @@ def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.T
     """Tells whether nothing but the optimizer's step changes a tensor below a key of a checkpoint.
 
     A copy of such a tensor may be made during the next forward and backward pass. Buffers change in
-    there, and of other objects, the extra state of a module among them, nobody knows.
+    there, and of other objects, the extra state of a module among them, nobody knows. Ask once the
+    entries of the model have been taken for the save.
     """
-    moving: set[int] = set()
-    still: set[int] = set()
-    # One walk, which for a large model takes long enough to be waited for.
-    for module in (module for part in states[MODEL].model for module in part.modules()):
-        moving.update(_place(it)[0] for it in module._buffers.values() if it is not None)
-        still.update(_place(it)[0] for it in module._parameters.values() if it is not None)
-    still -= moving
+    moving = {_place(each)[0] for each in states[MODEL].buffers}
+    still = {_place(each)[0] for each in states[MODEL].parameters} - moving
 
     def is_model(key: str) -> bool:
         # One entry of the model at the top level of a checkpoint, or all of them under one key.

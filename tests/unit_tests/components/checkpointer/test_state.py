@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import _patch_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchtitan.components.checkpointer.model_entries import look_into
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     flatten_states,
@@ -271,7 +272,7 @@ def test_a_sharded_model_gives_its_shards_and_is_not_asked_to_detach_each_of_the
     # Whole until a backward pass, which a validation has none of; what torch hooked in changes that.
     assert not isinstance(model[0].weight, DTensor) and model[0]._state_dict_pre_hooks
     wrapper = ModelWrapper(model)
-    _, own = wrapper._live_entries()
+    own = look_into(model).own
     assert own == dict(model.named_parameters()).keys() == wrapper.state_dict().keys()
     for name, value in wrapper.state_dict().items():
         assert isinstance(value, DTensor) and not value.requires_grad

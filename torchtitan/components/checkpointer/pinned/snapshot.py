@@ -145,7 +145,7 @@ class _Extractor(_Pickler):
         self._can_wait = can_wait
         self._shards = shards
         # Sources stay alive in the snapshot, so an address is that of one memory.
-        self._taken: dict[int, list[tuple[torch.Tensor, Place]]] = {}
+        self._taken: dict[int, tuple[tuple[torch.Tensor, Place], ...]] = {}
 
     # And no persistent_id, which is called for each of thousands of plain values as well.
     def reducer_override(self, obj: Any) -> Any:
@@ -169,16 +169,16 @@ class _Extractor(_Pickler):
         offset = aligned(snapshot.size_bytes)
         if 0 in shape:
             return offset
+        address = local.data_ptr()
         # By the address alone at first: nearly always nothing else begins there.
-        alike = self._taken.setdefault(local.data_ptr(), [])
-        for other, place in alike:
+        for other, place in self._taken.get(address, ()):
             if _is_same_view(local, other):
                 return place.offset  # tied weights are copied once
-        place = Place(offset, shape, dtype)
+        taken = local, Place(offset, shape, dtype)
         snapshot.size_bytes = offset + local.nbytes
         waits = self._can_wait(self.key, local)
-        (snapshot.later if waits else snapshot.at_once).append((local, place))
-        alike.append((local, place))
+        (snapshot.later if waits else snapshot.at_once).append(taken)
+        self._taken[address] = (*self._taken.get(address, ()), taken)
         return offset
 
 

@@ -112,18 +112,25 @@ def _look_through(tree: Any, nested: Nested, tensors: dict[Nested, torch.Tensor]
     entries = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     plain: tuple[Any, ...] = ()
     for key, value in entries:
-        if type(key) not in (str, int):
+        kind = type(key)
+        if kind is not str and kind is not int:
             require_plain(key, f"a key of {_name(nested)}")
         kind = type(value)
         # All parameters of a group share its settings, so that each of them is one and the same tuple.
         if kind in _SURELY_PLAIN or (kind is tuple and value is plain):
             continue
-        _look_through(value, (*nested, key), tensors)
+        inner = (*nested, key)
+        if kind in _SURELY_TENSORS:
+            _require_readable(value, inner)
+            tensors[inner] = value
+            continue
+        _look_through(value, inner, tensors)
         if kind is tuple:
             plain = value
 
 
-_SURELY_PLAIN = (float, bool, str, type(None))
+_SURELY_PLAIN = frozenset((float, bool, str, type(None)))
+_SURELY_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
 
 
 def _require_readable(tensor: torch.Tensor, nested: Nested) -> None:
@@ -153,4 +160,4 @@ def _emptied(container: Any) -> Any:
     return other
 
 
-_KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_KINDS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
