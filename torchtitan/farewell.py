@@ -1,10 +1,12 @@
 """The last line of a run: which checkpoint a restart takes, and what to type for it.
 
 Only what is true may be said here. A checkpoint that a restart would pass over is not the newest one,
-and a command that would begin again, or fail again, is no way to go on.
+and a command that would begin again, or fail again, is no way to go on. Nor is one that undoes what the
+run was told: until a checkpoint of its own holds that, only the command does.
 
     what the user typed -> read_command -> Command.to_go_on (what must not be repeated is left out)
     the folder of the run -> newest full checkpoint, export -> last_line
+                                   settings of the beginning -> only_told -^
 """
 
 import os
@@ -15,20 +17,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
+from torchtitan.components.checkpointer.discovery import parse_step
+
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _STEPS = "--training.steps"
-# These choose what the last run began from, or are done. Repeated, they would choose it again.
-_NOT_AGAIN_WITH_VALUE = {
+# These choose what the last run began from. Repeated, they would choose it again.
+_BEGINNING_WITH_VALUE = {
     "--checkpoint.load-step",
     "--checkpoint.exclude-from-loading",
     "--checkpoint.initial-load-path",
 }
-_NOT_AGAIN_SWITCHES = {
-    "--checkpoint.create-seed-checkpoint",
+_BEGINNING_SWITCHES = {
     "--checkpoint.initial-load-model-only",
     "--checkpoint.initial-load-in-hf",
     "--checkpoint.initial-load-in-hf-quantized",
 }
+_DONE = {"--checkpoint.create-seed-checkpoint"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +44,19 @@ class Command:
 
     arguments: Sequence[str]
 
-    def to_go_on(self, sections: Collection[str], steps: int | None = None) -> str:
+    def to_go_on(
+        self, sections: Collection[str], steps: int | None = None, *, begins_as_told: bool = False
+    ) -> str:
         """The command that resumes the run, up to ``steps`` if given, ready for a shell.
 
-        ``sections`` are the field names of the config, by which a subcommand is told from a value.
+        Args:
+            sections: the field names of the config, by which a subcommand is told from a value.
+            begins_as_told: keep what chose the beginning of the run, which no checkpoint holds yet.
         """
         own, subcommands = split_at_subcommand(self.arguments, sections)
-        own = _without(own, _NOT_AGAIN_WITH_VALUE, _NOT_AGAIN_SWITCHES)
+        own = _without(own, set(), _DONE)
+        if not begins_as_told:
+            own = _without(own, _BEGINNING_WITH_VALUE, _BEGINNING_SWITCHES)
         if steps is not None:
             own = [*_without(own, {_STEPS}, set()), _STEPS, str(steps)]
         return f"{self.start} {shlex.join([*own, *subcommands])}".rstrip()
@@ -79,13 +89,39 @@ def split_at_subcommand(
     return list(arguments), []
 
 
+def step_of(path: str | None) -> int:
+    """The step of a checkpoint, by the name of its directory; 0 where there is none."""
+    return parse_step(os.path.basename(path or "")) or 0
+
+
+def only_told(newest: str, *, load_step: int, excluded: Sequence[str]) -> str:
+    """What a run was told of its beginning that a start without these settings would not do, or nothing.
+
+    ``newest`` is what such a start finds, as long as the run has saved no full checkpoint.
+    """
+    told = []
+    if -1 < load_step < step_of(newest):
+        told.append(f"go back to step {load_step}")
+    if excluded:
+        told.append(f"leave out {', '.join(excluded)}")
+    return " and to ".join(told)
+
+
 def last_line(
-    newest: str | None, export: str | None, *, command: str, has_seed: bool = False
+    newest: str | None,
+    export: str | None,
+    *,
+    command: str,
+    has_seed: bool = False,
+    told: str = "",
 ) -> str:
     """What a run says last.
 
-    ``newest`` is the full checkpoint that a restart takes, ``export`` one of weights alone that is newer.
-    ``has_seed``: this run made a seed checkpoint, from which a restart begins where there is no full one.
+    Args:
+        newest: the full checkpoint that a restart takes.
+        export: one of weights alone that is newer.
+        has_seed: this run made a seed checkpoint, from which a restart begins where there is no full one.
+        told: as ``only_told`` says it; ``command`` tells it again.
     """
     is_seed = export is not None and os.path.basename(export) == "step-0"
     if newest is None and (has_seed or is_seed):
@@ -100,6 +136,8 @@ def last_line(
             "--dump_folder. --checkpoint.no-last-save-model-only makes the last save a full one."
         )
     line = f"Newest checkpoint: {newest}. To go on from it: {command}"
+    if told:
+        line = f"No full checkpoint was saved since this run was told to {told}. To do that again: {command}"
     if export is None:
         return line
     return f"Exported {export} (weights only, cannot be resumed from). {line}"

@@ -103,7 +103,7 @@ def _say(line: str | None) -> None:
 
 
 def _last_line(trainer: Trainer, *, has_seed: bool = False) -> str | None:
-    checkpointer = trainer.checkpointer
+    checkpointer, chosen = trainer.checkpointer, trainer.config.checkpoint
     if not checkpointer.enable or dist.get_rank() != 0:
         return None
     try:
@@ -112,12 +112,19 @@ def _last_line(trainer: Trainer, *, has_seed: bool = False) -> str | None:
         # What the run did is done and saved; it ends as it would have without this look.
         logger.warning(f"Could not look for the newest checkpoint: {error!r}")
         return None
-    steps = trainer.config.training.steps
+    told = ""
+    if newest is not None and not checkpointer.has_saved(newest):
+        found = newest if export is None or checkpointer.has_saved(export) else export
+        excluded = chosen.exclude_from_loading
+        told = farewell.only_told(found, load_step=chosen.load_step, excluded=excluded)
+    # A start that is not told a step takes the weights of a later one for the end of the run.
+    reached = max(trainer.step, farewell.step_of(export) if chosen.load_step == -1 else 0)
     command = farewell.read_command(os.environ, sys.argv[1:]).to_go_on(
         [field.name for field in dataclasses.fields(trainer.config)],
-        2 * steps if trainer.step >= steps else None,
+        2 * reached if reached >= trainer.config.training.steps else None,
+        begins_as_told=bool(told),
     )
-    return farewell.last_line(newest, export, command=command, has_seed=has_seed)
+    return farewell.last_line(newest, export, command=command, has_seed=has_seed, told=told)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,27 @@ def test_a_save_in_flight_is_finished_after_a_signal(tmp_path: Path, cache: Path
     assert f"Newest checkpoint: {tmp_path}/checkpoint/step-3." in Story(log).last_line()
 
 
+def test_a_run_that_went_back_is_sent_back_again_until_it_has_saved(
+    tmp_path: Path, cache: Path
+) -> None:
+    arguments = [*FAULTY, f"--dump_folder={tmp_path}", *SETTINGS]
+    schedule = ["--training.steps=4", "--checkpoint.interval=2"]
+    ends = main_on_ranks(1, [*arguments, *schedule], cache=cache)
+    assert complete_steps(tmp_path) == [2, 4], ends
+    back = ["--checkpoint.load_step=2", "--training.steps=7", "--checkpoint.interval=3"]
+    stop = ["--fault.kind=terminate", "--fault.rank=-1"]
+    (end,) = main_on_ranks(1, [*arguments, *back, *stop, "--fault.after_steps=0"], cache=cache)
+    last_line = Story(end.log).last_line()
+    assert "No full checkpoint was saved since this run was told to go back to step 2." in last_line
+    assert "To do that again: torchrun " in last_line and "--checkpoint.load_step=2" in last_line
+    assert complete_steps(tmp_path) == [2, 4], "the way back is still open in both directions"
+    (end,) = main_on_ranks(1, [*arguments, *back, *stop, "--fault.after_steps=1"], cache=cache)
+    assert Story(end.log).loaded_steps() == [2] and complete_steps(tmp_path) == [2, 3]
+    last_line = Story(end.log).last_line()
+    assert f"Newest checkpoint: {tmp_path}/checkpoint/step-3." in last_line
+    assert "load_step" not in last_line
+
+
 def test_runs_in_other_layouts_begin_from_a_seed_checkpoint(tmp_path: Path, cache: Path) -> None:
     arguments = [*LLAMA, f"--dump_folder={tmp_path}", *SETTINGS, "--training.steps=2"]
     seed = ["--checkpoint.create_seed_checkpoint", "--debug.seed=8"]

@@ -4,7 +4,7 @@ import os
 import shlex
 
 import pytest
-from torchtitan.farewell import Command, last_line, read_command, was_raised_inside
+from torchtitan.farewell import Command, last_line, only_told, read_command, was_raised_inside
 
 SECTIONS = ["checkpoint", "training", "dataloader", "activation_checkpoint"]
 
@@ -36,6 +36,15 @@ def go_on(typed: str, steps: int | None = None) -> str:
 def test_what_chose_the_beginning_of_the_run_is_not_repeated(typed: str) -> None:
     assert go_on(f"--a 1 {typed} --b=2") == "run --a 1 --b=2"
     assert go_on(typed) == "run"
+
+
+def test_what_chose_a_beginning_that_no_checkpoint_holds_is_repeated() -> None:
+    kept = "--checkpoint.load_step 40 --checkpoint.exclude-from-loading=optimizer --a x:y"
+    command = Command(
+        start="run", arguments=[*shlex.split(kept), "--checkpoint.create_seed_checkpoint"]
+    )
+    assert command.to_go_on(SECTIONS, begins_as_told=True) == f"run {kept}"
+    assert command.to_go_on(SECTIONS, 9, begins_as_told=True) == f"run {kept} --training.steps 9"
 
 
 def test_everything_else_is_repeated_as_it_was_typed() -> None:
@@ -82,6 +91,34 @@ def test_ranks_started_by_hand_are_told_their_own_arguments(unusable: str) -> No
 def test_the_newest_full_checkpoint_is_named_with_the_command_that_takes_it() -> None:
     line = last_line("/run/checkpoint/step-8", None, command="run --a")
     assert line == "Newest checkpoint: /run/checkpoint/step-8. To go on from it: run --a"
+
+
+@pytest.mark.parametrize(
+    ("load_step", "excluded", "told"),
+    [
+        (8, [], "go back to step 8"),
+        (0, [], "go back to step 0"),
+        (-1, ["dataloader", "rank_state"], "leave out dataloader, rank_state"),
+        (8, ["dataloader"], "go back to step 8 and to leave out dataloader"),
+        # What any start would do need not be told it.
+        (-1, [], ""),
+        (16, [], ""),
+    ],
+)
+def test_what_only_the_command_knows_of_the_beginning_is_told(
+    load_step: int, excluded: list[str], told: str
+) -> None:
+    newest = "/run/checkpoint/step-16"
+    assert only_told(newest, load_step=load_step, excluded=excluded) == told
+
+
+def test_what_was_told_in_vain_so_far_is_told_again_and_nothing_newer_is_offered() -> None:
+    newest, command = "/run/checkpoint/step-16", "run --checkpoint.load_step 8"
+    line = last_line(newest, None, command=command, told="go back to step 8")
+    assert line == (
+        "No full checkpoint was saved since this run was told to go back to step 8. To do that again: "
+        "run --checkpoint.load_step 8"
+    )
 
 
 def test_an_export_is_named_as_what_it_is_beside_the_full_one() -> None:

@@ -19,6 +19,9 @@ from tests.unit_tests.components.checkpointer.fakes import BareManager
 @dataclass
 class Config:
     training: Any = field(default_factory=lambda: SimpleNamespace(steps=10))
+    checkpoint: Any = field(
+        default_factory=lambda: SimpleNamespace(load_step=-1, exclude_from_loading=[])
+    )
     activation_checkpoint: Any = None
 
 
@@ -30,10 +33,12 @@ class StandIn:
         self.errors = errors
         self.calls: list[str] = []
         self.config = Config()
+        self.saved = {"/run/checkpoint/step-8"}
         self.checkpointer = SimpleNamespace(
             enable=True,
             newest_checkpoint=lambda: "/run/checkpoint/step-8",
             exported_checkpoint=lambda: None,
+            has_saved=lambda path: path in self.saved,
             save=self._save,
         )
         self.first_failure: RankFailure | None = None
@@ -123,6 +128,56 @@ def test_an_export_is_not_taken_for_what_a_restart_loads(caplog: pytest.LogCaptu
     run(trainer)
     assert said(caplog)[-1].startswith("Exported /run/checkpoint/step-10 (weights only")
     assert "Newest checkpoint: /run/checkpoint/step-8." in said(caplog)[-1]
+
+
+def sent_back(monkeypatch: pytest.MonkeyPatch, *, saved: set[str]) -> StandIn:
+    """A run that was told to begin from step 4, in a folder whose newest checkpoint is of step 8."""
+    command = "./run_train.sh --checkpoint.load_step 4 --a b"
+    monkeypatch.setenv("TORCHTITAN_COMMAND", command)
+    trainer = StandIn(step=6, train=StopRequested(signal.SIGINT))
+    trainer.config.checkpoint.load_step = 4
+    trainer.saved = saved
+    return trainer
+
+
+def test_a_run_that_went_back_and_has_saved_nothing_yet_is_sent_back_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StopRequested):
+        run(sent_back(monkeypatch, saved=set()))
+    assert said(caplog)[-1] == (
+        "No full checkpoint was saved since this run was told to go back to step 4. To do that again: "
+        "./run_train.sh --checkpoint.load_step 4 --a b"
+    )
+
+
+def test_a_run_that_went_back_goes_on_from_what_it_has_saved_since(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StopRequested):
+        run(sent_back(monkeypatch, saved={"/run/checkpoint/step-8"}))
+    assert said(caplog)[-1].startswith("Newest checkpoint: /run/checkpoint/step-8.")
+    assert said(caplog)[-1].endswith(": ./run_train.sh --a b")
+
+
+def test_weights_that_would_be_taken_for_the_end_do_not_undo_a_step_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = sent_back(monkeypatch, saved=set())
+    trainer.checkpointer.newest_checkpoint = lambda: "/run/checkpoint/step-4"
+    trainer.checkpointer.exported_checkpoint = lambda: "/run/checkpoint/step-10"
+    with pytest.raises(StopRequested):
+        run(trainer)
+    assert said(caplog)[-1].endswith("do that again: ./run_train.sh --checkpoint.load_step 4 --a b")
+
+
+def test_a_run_whose_last_weights_are_there_goes_on_only_with_more_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = StandIn(step=0)  # it found nothing to do
+    trainer.checkpointer.exported_checkpoint = lambda: "/run/checkpoint/step-12"
+    run(trainer)
+    assert said(caplog)[-1].endswith("./run_train.sh --a b --training.steps 24")
 
 
 @pytest.mark.parametrize("look", ["newest_checkpoint", "exported_checkpoint"])

@@ -243,6 +243,11 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         """Path of the checkpoint a restart goes on from, the newest full one, or None."""
         return self._own_folder().resume_path() if self.enable else None
 
+    def has_saved(self, path: str) -> bool:
+        """Whether ``path``, a complete checkpoint of the folder, is one that this run has saved."""
+        # What was there under the name of a save has lost it before that begins.
+        return self.enable and path in self._saved_paths
+
     def exported_checkpoint(self) -> str | None:
         """Path of the newest complete checkpoint if it holds only weights, else None."""
         own = self._own_folder() if self.enable else None

@@ -34,7 +34,7 @@ def test_a_disabled_manager_is_nothing_but_its_switch_and_still_answers() -> Non
     assert vars(manager) == {"enable": False}
     assert manager.load() is False and manager.save(5, last_step=True) is False
     assert manager.maybe_wait_for_staging() is None and manager.maybe_wait_for_saving() is None
-    assert manager.newest_checkpoint() is None
+    assert manager.newest_checkpoint() is None and not manager.has_saved("/run/step-5")
     manager.close()
 
 
