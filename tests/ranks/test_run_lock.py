@@ -18,7 +18,7 @@ from tests.ranks.pool import end_of_ranks, run_on_ranks
 from tests.ranks.test_starts import start_again
 from tests.unit_tests.components.checkpointer.locks import elsewhere, ended, leave
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
-from tests.unit_tests.components.checkpointer.ways import ASYNC, over, TC, TC_WAITING, Way
+from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
 
 pytestmark = pytest.mark.ranks
 
@@ -140,7 +140,18 @@ def test_a_second_run_is_refused_on_all_ranks_before_it_touches_anything(
         lock.require()
     finally:
         lock.release()
-    assert names(tmp_path) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_second_run_in_a_new_folder_is_refused_before_it_has_trained(tmp_path: Path) -> None:
+    first = start(tmp_path, DISABLED)
+    try:
+        assert not first.manager.load(), "it has begun, and will not save for long"
+        for told in run_on_ranks(2, be_refused, tmp_path, ASYNC):
+            assert all(f"{tmp_path}/checkpoint is in use" in text for text in told), told
+    finally:
+        first.manager.close()
+    assert os.listdir(tmp_path) == []
 
 
 @over(ASYNC, TC_WAITING)

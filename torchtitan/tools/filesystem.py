@@ -215,6 +215,16 @@ def _sync_names_of(directory: str) -> None:
         directory = os.path.dirname(directory)
 
 
+def remove_empty(path: str) -> None:
+    """Delete the local directory ``path`` if nothing is in it, and if the disk lets it be deleted."""
+    try:
+        disk.current().rmdir(path)
+    except OSError:
+        return
+    # Another process may make it anew.
+    _durable.discard(os.path.abspath(path))
+
+
 def rename(src: str, dst: str) -> None:
     """Give ``src``, a file or a directory, the name ``dst``.
 

@@ -162,7 +162,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         """
         if not self.enable:
             return False
-        self._claim_folder(to_save=False)
+        self._claim_folder()
         what = "Loading a checkpoint"
         with (
             sl.log_trace_span("checkpoint_load"),
@@ -195,7 +195,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
             return False
         with sl.log_trace_span("checkpoint_save"), self._counted():
             if self._may_claim and self._should_save(curr_step, last_step):
-                self._claim_folder(to_save=True)
+                self._claim_folder()
             is_saved = self._save(curr_step, last_step)
         self._watch_age(curr_step, is_saved=is_saved, last_step=last_step)
         return is_saved

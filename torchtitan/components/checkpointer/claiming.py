@@ -1,9 +1,10 @@
 """Claim the folder of a run, so that no other run writes there while this one lives.
 
-A run claims its folder before it loads from it, or else before its first save. A run that
-never saves leaves no folder, and one that only loads claims nothing. Rank 0 holds the lock. Where its
-last holder ran on another machine, the ranks there say whether it is dead: after a restart, rank 0 need
-not be where it was.
+A run claims its folder before it loads, or else before its first save, and makes it for that: of two
+that begin in a new one, the second is to be refused before it has trained. A run that never saves leaves
+no folder: what was made goes with the claim, if it is empty then. One that only loads claims nothing.
+Rank 0 holds the lock. Where its last holder ran on another machine, the ranks there say whether it is
+dead: after a restart, rank 0 need not be where it was.
 
     base.load, base.save -> _claim_folder -> run_lock.hold (rank 0)
     _make_ready -> _require_claim                             base.close -> _release_claim
@@ -63,11 +64,8 @@ class Claiming(FolderView):
         # A storage of another kind has no files that one process alone could make.
         return getattr(self._storage, "has_files", False)
 
-    def _claim_folder(self, *, to_save: bool) -> None:
-        """Make the folder this run's, if it is not yet. Collective.
-
-        Args:
-            to_save: make the folder as well; otherwise one that is not there is not claimed.
+    def _claim_folder(self) -> None:
+        """Make the folder, if it is not there, and make it this run's, if it is not yet. Collective.
 
         Raises:
             CheckpointInUseError: another run that is alive has it. All ranks raise.
@@ -83,7 +81,8 @@ class Claiming(FolderView):
             self._verdicts = {other.run_id: known[0]} if other is not None and known else {}
             self._silence = Silence(self.lock_timeout_seconds)
 
-            self._is_claimed = rank_zero_decides(lambda: self._take_lock(is_to_be_made=to_save))
+            rank_zero_decides(self._take_lock)
+            self._is_claimed = True
 
     def _holder_elsewhere(self) -> Holder | None:
         try:
@@ -92,13 +91,11 @@ class Claiming(FolderView):
             return None  # which is told when the lock is to be taken
         return holder if holder is not None and holder.fate() is Fate.ELSEWHERE else None
 
-    def _take_lock(self, *, is_to_be_made: bool = True, may_wait: bool = True) -> bool:
-        """Whether this is settled, be it without a lock because the disk refuses one."""
+    def _take_lock(self, *, may_wait: bool = True) -> None:
+        """Take the lock, unless the disk refuses it, which is told."""
         if self._lock is not None:
-            return True  # kept for what was still writing
+            return  # kept for what was still writing
         try:
-            if not is_to_be_made and not self._storage.isdir(self.folder):
-                return False
             self._lock = hold(
                 self.folder,
                 timeout_seconds=self.lock_timeout_seconds,
@@ -113,7 +110,6 @@ class Claiming(FolderView):
                     f"{self.folder} could not be locked: {error}. The run goes on without; before each save "
                     "it is tried again, and until then nothing stops another run in this folder."
                 )
-        return True
 
     def _require_claim(self) -> None:
         """Check, on rank 0 and right before a save, that no other run has the folder.

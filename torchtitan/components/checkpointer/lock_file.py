@@ -5,6 +5,8 @@ systems as well. Whoever takes over a file holds a lock of the system on it, loo
 the one that was found dead, and renames its own over it. Elsewhere nothing is atomic: what is written
 is read back, and that is all. Names on a disk are changed through ``tools/disk.py``.
 
+The folder of a lock is made for it if it is not there, and goes with it if nothing else is in it then.
+
     run_lock.py -> LocalLockFile | RemoteLockFile
 """
 
@@ -51,7 +53,7 @@ class LockFile(Protocol):
         ...
 
     def create(self, content: bytes) -> bool:
-        """Make it this process's; False when there is one."""
+        """Make it this process's, in a folder that is made if it is not there; False when there is one."""
         ...
 
     def take_over(self, dead: Seen, content: bytes) -> bool:
@@ -63,7 +65,7 @@ class LockFile(Protocol):
         ...
 
     def remove(self) -> None:
-        """Delete what is this process's, as above."""
+        """Delete what is this process's, as above, and the folder if it was made for it and is empty now."""
         ...
 
 
@@ -74,6 +76,8 @@ class LocalLockFile:
         self.path = path
         self._own: BinaryIO | None = None
         """The file that this process has made; it stays that one, whatever happens to the name."""
+        self._folder = os.path.dirname(path) or os.curdir
+        self._has_made_folder = False
 
     def __del__(self) -> None:
         self._close()
@@ -90,6 +94,36 @@ class LocalLockFile:
             os.close(descriptor)
 
     def create(self, content: bytes) -> bool:
+        if self._own is not None:
+            # The folder of a lock that is held is gone only with its disk, and not to be made elsewhere.
+            return self._create(content)
+        with self._made_folder():
+            try:
+                return self._create(content)
+            except FileNotFoundError:
+                if filesystem.isdir(self._folder):
+                    raise
+                # Whoever had made it has saved nothing, and has just taken it away with the lock.
+                return False
+
+    @contextmanager
+    def _made_folder(self) -> Generator[None]:
+        """Make the folder if it is not there; it goes again if nobody gets the lock in the block."""
+        try:
+            if not filesystem.isdir(self._folder):
+                self._has_made_folder = True
+                filesystem.makedirs(self._folder)
+            yield
+        finally:
+            if self._own is None:
+                self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """Delete the folder if it was made here and nothing is in it."""
+        if self._has_made_folder:
+            filesystem.remove_empty(self._folder)
+
+    def _create(self, content: bytes) -> bool:
         with self._beside(content) as (temporary, file):
             try:
                 disk.current().link(temporary, self.path)
@@ -136,6 +170,7 @@ class LocalLockFile:
             if found is not None and self._own is not None and self._is_at_the_name(self._own):
                 disk.current().unlink(self.path)
         self._close()
+        self._remove_folder()
 
     @contextmanager
     def _beside(self, content: bytes) -> Generator[tuple[str, BinaryIO]]:
@@ -193,7 +228,7 @@ class LocalLockFile:
         self._keep(file)
         file.write(content)
         disk.current().sync(file)
-        filesystem.fsync_dir(os.path.dirname(self.path) or os.curdir)
+        filesystem.fsync_dir(self._folder)
         return True
 
     def _is_at_the_name(self, file: BinaryIO) -> bool:
@@ -240,6 +275,8 @@ class RemoteLockFile:
             return None
 
     def create(self, content: bytes) -> bool:
+        if self._own is None:
+            filesystem.makedirs(self.path.rpartition("/")[0])
         return self.read() is None and self._write_and_look(content)
 
     def take_over(self, dead: Seen, content: bytes) -> bool:

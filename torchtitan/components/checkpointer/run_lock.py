@@ -355,7 +355,6 @@ def hold(
             if lock is not None and not lock.is_lost and lock.holder.pid == os.getpid():
                 lock.users += 1
                 return lock
-        filesystem.makedirs(folder)
         lock = RunLock(folder, timeout_seconds)
         lock.take(verdicts, silence, may_wait=may_wait)
         if filesystem.is_remote(folder):

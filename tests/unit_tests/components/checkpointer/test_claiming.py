@@ -58,26 +58,6 @@ def start(folder: Path, way: Way, built: list[Run], **settings: Any) -> Run:
     return run
 
 
-def lock_of(folder: Path) -> Path:
-    return folder / "checkpoint" / RUN_LOCK
-
-
-@BOTH
-def test_a_folder_is_claimed_with_the_first_save_until_the_run_is_closed(
-    tmp_path: Path, way: Way, built: list[Run]
-) -> None:
-    run = start(tmp_path, way, built, interval=2)
-    run.manager.load()
-    run.train(1)
-    # A run that never saves leaves no folder.
-    assert not (tmp_path / "checkpoint").exists()
-    run.train(2)
-    assert lock_of(tmp_path).exists()
-    run.manager.close()
-    run.manager.close()
-    assert os.listdir(tmp_path / "checkpoint") == ["step-2"]
-
-
 @BOTH
 def test_a_folder_that_is_there_is_claimed_before_it_is_loaded_from(
     tmp_path: Path, way: Way, built: list[Run]
@@ -138,7 +118,7 @@ def claimed(folder: Path, **attributes: Any) -> BareManager:
         "purge_thread": None,
     }
     manager = BareManager(**{**defaults, **attributes})
-    manager._claim_folder(to_save=True)
+    manager._claim_folder()
     return manager
 
 
@@ -159,7 +139,7 @@ def test_a_disk_that_refuses_the_lock_is_a_warning_and_is_asked_again_before_eac
         patch.object(claiming, "logger") as logger,
     ):
         manager = claimed(tmp_path)
-        manager._claim_folder(to_save=True)
+        manager._claim_folder()
         manager._require_claim()
     [warning] = logger.warning.call_args_list
     assert "could not be locked: [Errno 13] Permission denied" in warning.args[0]
@@ -311,7 +291,7 @@ def test_a_manager_may_die_in_the_middle_of_whatever_else_is_done_with_locks(
 
     assert ends_in_time(die)
     hold(str(tmp_path / "a"), timeout_seconds=300).release()
-    assert os.listdir(tmp_path / "a") == []
+    assert os.listdir(tmp_path) == ["b"]
     other._release_claim()
 
 
@@ -345,7 +325,7 @@ def test_what_is_kept_for_a_save_that_still_writes_is_held_once(tmp_path: Path) 
     manager = claimed(tmp_path, _gave_up=True)
     manager._release_claim()
     assert manager._may_claim
-    manager._claim_folder(to_save=True)
+    manager._claim_folder()
     manager._gave_up = False
     manager._release_claim()
     assert os.listdir(tmp_path) == []

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 from unittest.mock import patch
 
 import pytest
@@ -231,3 +231,66 @@ def test_a_file_that_cannot_be_closed_is_given_up(tmp_path: Path) -> None:
     lock._own = cast(BinaryIO, _Full())
     lock._close()
     assert lock.create(b"first")
+
+
+def of_a_folder(folder: Path) -> LocalLockFile:
+    return LocalLockFile(str(folder / "lock"))
+
+
+def test_a_folder_that_was_made_for_the_file_goes_with_it_unless_it_holds_something(
+    tmp_path: Path,
+) -> None:
+    new, used, old = tmp_path / "a/new", tmp_path / "used", tmp_path / "old"
+    old.mkdir()
+    for folder in (new, used, old):
+        file = of_a_folder(folder)
+        assert file.create(b"first")
+        if folder is used:
+            (folder / "step-1").mkdir()
+        file.remove()
+    assert not new.exists() and os.listdir(used) == ["step-1"] and os.listdir(old) == []
+
+
+@DISKS
+def test_who_comes_when_the_folder_is_just_taken_away_makes_it_anew(
+    tmp_path: Path, disk: Disk
+) -> None:
+    folder = tmp_path / "run"
+    first, second = of_a_folder(folder), of_a_folder(folder)
+
+    class TakenAway(disks.Disk):
+        def create(self, path: str, **options: Any) -> BinaryIO:
+            if folder.exists() and first._own is not None:
+                first.remove()
+            return super().create(path, **options)
+
+    with disk():
+        assert first.create(b"first")
+        with disks.using(TakenAway()):
+            assert not second.create(b"second"), "and it is to look again"
+            assert not folder.exists()
+            assert second.create(b"second")
+    assert os.listdir(folder) == ["lock"]
+    second.remove()
+    assert not folder.exists()
+
+
+def test_a_disk_that_refuses_the_file_or_the_folder_is_left_without_it(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for operation in ("create", "sync", "sync_directory"):
+        file = of_a_folder(tmp_path / "run")
+        with patch.object(disks.Disk, operation, side_effect=full):
+            with pytest.raises(OSError, match="No space left"):
+                file.create(b"first")
+        assert os.listdir(tmp_path) == [], operation
+
+
+def test_of_a_folder_that_is_gone_with_its_disk_nothing_is_made_in_its_place(
+    tmp_path: Path,
+) -> None:
+    file = of_a_folder(tmp_path / "disk/run")
+    assert file.create(b"first")
+    (tmp_path / "disk").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        file.create(b"first")
+    assert os.listdir(tmp_path) == ["away"]
