@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.data import BaseDataLoader
@@ -200,22 +201,34 @@ def build_dataloader(config: RunConfig, share: DataShare) -> BaseDataLoader:
 
 
 def build_checkpointer(config: RunConfig, **parts: Any) -> BaseCheckpointManager:
-    """The manager that saves and loads ``parts``, named as its constructor names them."""
+    """The manager that saves and loads ``parts``, named as its constructor names them.
+
+    Where it will do neither, that is said once: what is lost with it is found out too late.
+    """
     spec = config.model_spec
     assert spec is not None, "a recipe sets model_spec"
     checkpoint = config.checkpoint
     formats = checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf
     adapter = spec.state_dict_adapter if any(formats) else None
-    if config.comm.mode != "default" and checkpoint.enable:
+    is_simulated = config.comm.mode != "default"
+    if is_simulated and checkpoint.enable:
         # One process plays one rank of many: what it would save is not what a run computes.
         logger.info(f"Checkpoints are off, because --comm.mode is {config.comm.mode}")
         with collecting():  # the copy has nothing new to warn of
             checkpoint = dataclasses.replace(checkpoint, enable=False)
+    elif not checkpoint.enable and not is_simulated and _is_rank_zero():
+        logger.warning(
+            "Checkpoints are off: a run that is stopped starts over. --checkpoint.enable saves them."
+        )
     return checkpoint.build(
         **parts,
         sd_adapter=adapter(spec.model, config.hf_assets_path) if adapter else None,
         base_folder=config.dump_folder,
     )
+
+
+def _is_rank_zero() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def build_validator(
