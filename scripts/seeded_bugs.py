@@ -12,6 +12,7 @@ little as a green one. The tree itself stays as it is.
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -53,6 +54,7 @@ _JUDGES = (
 _TOO_SLOW = re.compile(r"this took [\d.]+ s|Waiting up to|Timeout|timed out|CheckpointInUse")
 """What a machine that is busy leads to as well."""
 
+_NEEDED = ("pytest", "torch")
 _LIMIT_SECONDS = 900
 _BEGIN, _END = "<!-- seeded bugs -->\n", "<!-- end of seeded bugs -->\n"
 _MOST_LETTERS = 240
@@ -97,6 +99,17 @@ class Outcome:
     def __str__(self) -> str:
         told = f": {self.test}: {self.said}" if self.test else ""
         return f"{self.color} after {self.seconds:.0f} s{told}"
+
+
+def missing_packages() -> str:
+    """That the tests cannot run in this Python, and what to type; nothing if they can."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    return (
+        f"{sys.executable} has no {' and no '.join(missing)}, which the tests need. Type "
+        "`scripts/setup_env.sh dev`, then `. .venv/bin/activate`, then the same command again."
+    )
 
 
 def misfits(bug: Bug, tree: Path) -> list[str]:
@@ -297,8 +310,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for bug in chosen:
             print(f"{bug.name:<32} {bug.what}")
         return 0
-    if unfit := [line for bug in chosen for line in misfits(bug, ROOT)]:
-        print("\n".join(unfit), file=sys.stderr)
+    if problems := missing_packages() or "\n".join(
+        line for bug in chosen for line in misfits(bug, ROOT)
+    ):
+        print(problems, file=sys.stderr)
         return 2
     how = {"arguments": options.arguments, "limit_seconds": options.limit_seconds}
     if not options.no_baseline:

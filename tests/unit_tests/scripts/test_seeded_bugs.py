@@ -190,3 +190,14 @@ def test_the_list_names_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
     assert seeded_bugs.main(["--list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert listed == [bug.name for bug in BUGS]
+
+
+def test_a_python_without_the_packages_of_the_tests_is_told_what_to_type(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert seeded_bugs.missing_packages() == ""
+    monkeypatch.setattr(seeded_bugs, "_NEEDED", ("pytest", "no_such_package"))
+    assert seeded_bugs.main(["--only", BUGS[0].name]) == 2
+    said = capsys.readouterr()
+    assert "has no no_such_package," in said.err and "scripts/setup_env.sh dev" in said.err
+    assert said.out == ""

@@ -234,3 +234,8 @@ def flags_in(text: str) -> set[str]:
     """The flags of a section (``--section.field``) in ``text``, spelled with dashes."""
     found = re.findall(r"--[a-z][a-z_-]*(?:\.[a-z0-9][a-z0-9_-]*)+", text)
     return {flag.replace("_", "-") for flag in found}
+
+
+def typed_with_the_environment(text: str) -> list[str]:
+    """The beginnings of the commands in ``text`` that need what the set-up has installed."""
+    return re.findall(r"(?<![\w./-])(?:python (?:-m |scripts/)|torchrun -)[\w./-]+", text)

@@ -19,6 +19,8 @@ EXECUTED = [
     for block in BLOCKS
     if block.language in docs.EXECUTED and block.skip_reason is None and block.file_name is None
 ]
+# What they name is not for the reader to type.
+NOT_TYPED_FROM = ("docs/flags.md", "CHANGELOG.md")
 # Each skipped block is a promise that nothing checks. Raise this only with a reason.
 MAX_SKIPPED = 5
 # Two set-ups of ranks and a few steps on a loaded machine of two cores.
@@ -49,6 +51,27 @@ def test_files_to_save_are_on_the_page_whose_test_runs_them() -> None:
 def test_few_blocks_are_skipped() -> None:
     skipped = [f"{block.place}: {block.skip_reason}" for block in BLOCKS if block.skip_reason]
     assert len(skipped) <= MAX_SKIPPED, "\n".join(skipped)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path not in NOT_TYPED_FROM])
+def test_a_page_that_says_python_says_which_one(path: str) -> None:
+    # Where only `./run_train.sh` was typed there is no other with the packages.
+    typed = docs.typed_with_the_environment(TEXTS[path])
+    assert not typed or ". .venv/bin/activate" in TEXTS[path], typed
+
+
+def test_what_is_typed_with_the_environment_is_found() -> None:
+    text = (
+        "`python -m a.b --c`, ./run_train.sh\n```bash\npython scripts/d.py\nX=1 torchrun --e\n```"
+    )
+    assert docs.typed_with_the_environment(text) == [
+        "python -m a.b",
+        "python scripts/d.py",
+        "torchrun --e",
+    ]
+    assert not docs.typed_with_the_environment(
+        "python is fine, torchrun too; `.venv/bin/python -m a`"
+    )
 
 
 def test_every_flag_in_the_text_exists() -> None:
