@@ -105,7 +105,7 @@ def test_ranks_go_back_together_whichever_of_them_reads_the_damage(
     assert begun["error"] == "" and begun["state"] == first["at 1"]
     for step, rank, line in zip((3, 2), (1, 0), begun["said"], strict=True):
         damaged = data_of(way, folder / f"step-{step}", rank)
-        assert line.startswith(f"Passing over {folder}/step-{step}, which stays in place: ")
+        assert line.startswith(f"Passing over {folder}/step-{step}, which is not deleted: ")
         assert f"{damaged}" in line and "expected" in line and "found" in line
     for name in ("asked for", "fail"):
         assert first[name]["error"].startswith("CheckpointDamagedError: "), first[name]
@@ -146,7 +146,7 @@ def test_torchrun_resumes_over_a_damaged_newest_checkpoint_and_fails_when_none_i
     other_decay = "--optimizer.param_groups.0.optimizer_kwargs.weight_decay=0.05"
     code, resumed = torchrun([*arguments, "--training.steps=5", other_decay], cache)
     assert code == 0, resumed.output
-    assert f"Passing over {folder}/checkpoint/step-4, which stays in place: " in resumed.output
+    assert f"Passing over {folder}/checkpoint/step-4, which is not deleted: " in resumed.output
     assert f"{damaged}" in resumed.output
     assert resumed.loaded_steps() == [4, 2]
     assert "Settings that differ from those of" in resumed.output

@@ -10,7 +10,7 @@ At every point in between the newest checkpoint that this run may go on from is 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
 
@@ -32,6 +32,17 @@ from torchtitan.components.checkpointer.integrity.manifest import MANIFEST
 from torchtitan.components.checkpointer.room_check import RoomCheck
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
+
+
+def _told_of_move(path: str, damaged: Iterable[str]) -> str:
+    """That a checkpoint, maybe one of those found ``damaged``, is at ``path`` now."""
+    name = path.rpartition("/")[2].partition(".")[0]  # step-7.2 is the second step-7 there
+    if name in {each.rpartition("/")[2] for each in damaged}:
+        return f"Moved the damaged checkpoint {name} to {path}. Nothing loads or deletes it there."
+    return (
+        f"Moved a checkpoint that this run does not build on to {path}. Nothing deletes it there; move it "
+        "back to use it again."
+    )
 
 
 class Housekeeping(Claiming, RoomCheck):
@@ -82,11 +93,9 @@ class Housekeeping(Claiming, RoomCheck):
             self._begun |= {checkpoint_id}
             return moved
 
+        damaged = self._damaged  # what is put back in their place takes them out of it
         for path in rank_zero_decides(act, group):
-            logger.warning(
-                f"Moved a checkpoint that this run does not build on to {path}. Nothing deletes "
-                "it there; move it back to use it again."
-            )
+            logger.warning(_told_of_move(path, damaged))
         self._history_settled = True
         self._damaged = {}  # They were not loaded, so they are gone from here.
         self._saved_paths |= {checkpoint_id}

@@ -93,15 +93,21 @@ def what_leaves(own: OwnFolder, loaded_step: int, *, is_moved: bool) -> str:
     newer = sorted(step for step in own.step_paths if step > loaded_step)
     if not newer:
         return ""
-    names = shortened([step_name(step) for step in newer])
+    names = shortened(
+        [f"{step_name(step)}{' (damaged)' if step in own.damaged else ''}" for step in newer]
+    )
     if is_moved:
-        what = f"puts {names} of {own.path} aside, into {SUPERSEDED}/, where nothing loads or deletes them."
+        what = (
+            f"moves {names} of {own.path} into {SUPERSEDED}/, where nothing is loaded or deleted."
+        )
     else:
         what = (
-            f"writes {SUPERSEDED_RECORD}, which lists {names} of {own.path}: they stay in place, nothing "
-            "deletes them, and they are passed over from then on."
+            f"writes {SUPERSEDED_RECORD}, which lists {names} of {own.path}: what it lists stays in place, "
+            "is passed over from then on, and is not deleted."
         )
-    return f"This run goes on from step {loaded_step} and leaves a history behind: its first save {what}"
+    is_history = not own.damaged.keys() >= set(newer)
+    behind = " and leaves a history behind" if is_history else ""
+    return f"This run goes on from step {loaded_step}{behind}: its first save {what}"
 
 
 def this_run_cannot(path: str, kind: Kind | None, *, backend: str, own_backend: str) -> str:

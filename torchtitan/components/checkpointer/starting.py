@@ -157,7 +157,7 @@ class Starting(FolderView):
             advice = rank_zero_decides(lambda: what_else(source, self.folder, self._finder()))
             raise CheckpointDamagedError(f"{error} {advice}") from error
         text = " ".join(str(error).split())
-        logger.warning(f"Passing over {source.path}, which stays in place: {text}")
+        logger.warning(f"Passing over {source.path}, which is not deleted: {text}")
         self._damaged = {**self._damaged, source.path: text}
 
     def _request(self, step: int) -> Request:

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed
-from torchtitan.components.checkpointer import starting
+from torchtitan.components.checkpointer import housekeeping, starting
 from torchtitan.components.checkpointer.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -83,13 +83,19 @@ def make_ready(manager: Choosing, step: int) -> None:
         manager._make_ready(f"/run/step-{step}", None, with_retention=True)
 
 
+def moves_of(manager: Choosing, step: int) -> list[str]:
+    with patch.object(housekeeping, "logger") as logger:
+        make_ready(manager, step)
+    return [call.args[0] for call in logger.warning.call_args_list]
+
+
 def test_the_newest_that_passes_is_loaded_and_each_one_passed_over_is_one_line() -> None:
     manager = start(30, 20)
     said = warnings_of(manager)
     assert manager.tried == ["step-30", "step-20", "step-10"]
     for step, line in zip((30, 20), said, strict=False):
         assert line == (
-            f"Passing over /run/step-{step}, which stays in place: /run/step-{step}/data is damaged: "
+            f"Passing over /run/step-{step}, which is not deleted: /run/step-{step}/data is damaged: "
             "expected a, found b."
         )
     assert manager._loaded_step == 10 and manager.newest_checkpoint() == "/run/step-10"
@@ -100,7 +106,10 @@ def test_what_is_passed_over_stays_until_the_first_save_and_is_then_put_aside_wi
 ):
     manager = start(30, steps=(5, 10, 20, 30))
     said = warnings_of(manager)
-    assert "This run goes on from step 20" in said[-1] and "puts step-30 of /run aside" in said[-1]
+    assert said[-1] == (
+        "This run goes on from step 20: its first save moves step-30 (damaged) of /run into superseded/, "
+        "where nothing is loaded or deleted."
+    )
     assert manager.disk.calls == []
     make_ready(manager, 25)
     assert sorted(manager.disk.listdir("/run")) == [
@@ -285,20 +294,41 @@ def test_a_checkpoint_of_another_back_end_is_no_older_one_to_go_back_to() -> Non
         manager.load()
 
 
+def test_what_was_moved_is_offered_for_use_again_unless_it_is_damaged() -> None:
+    manager = start(30)
+    warnings_of(manager)
+    assert moves_of(manager, 25) == [
+        "Moved the damaged checkpoint step-30 to /run/superseded/step-30. Nothing loads or deletes it there."
+    ]
+    back = start()
+    warnings_of(back, 20)
+    (said,) = moves_of(back, 25)
+    assert said.endswith(
+        "/run/superseded/step-30. Nothing deletes it there; move it back to use it again."
+    )
+    # Its name is free for what was saved before it.
+    replacing = start(30)
+    described(replacing.disk, 30, {})
+    replacing.disk.add("/run/replaced/step-30/done", b"1")
+    assert replacing.load()
+    (said,) = moves_of(replacing, 35)
+    assert said.startswith("Moved the damaged checkpoint step-30 to /run/superseded/step-30.")
+
+
 def test_what_is_left_behind_is_said_before_it_is_moved_unless_nothing_is_saved() -> None:
     manager = start()
     (said,) = warnings_of(manager, 10)
     assert said == (
-        "This run goes on from step 10 and leaves a history behind: its first save puts step-20, "
-        "step-30 of /run aside, into superseded/, where nothing loads or deletes them."
+        "This run goes on from step 10 and leaves a history behind: its first save moves step-20, "
+        "step-30 of /run into superseded/, where nothing is loaded or deleted."
     )
     copying = start()
     copying.disk.renames = False  # pyrefly: ignore[missing-attribute]  (as a storage may have it)
     (said,) = warnings_of(copying, 10)
     assert said == (
         "This run goes on from step 10 and leaves a history behind: its first save writes "
-        "superseded.json, which lists step-20, step-30 of /run: they stay in place, nothing deletes "
-        "them, and they are passed over from then on."
+        "superseded.json, which lists step-20, step-30 of /run: what it lists stays in place, is "
+        "passed over from then on, and is not deleted."
     )
     assert warnings_of(start(load_only=True), 10) == []
     assert warnings_of(start(), 30) == warnings_of(start()) == []
