@@ -142,7 +142,9 @@ class Promises:
         if not facts.get("is_asked", False):
             # What is newer would have been loaded, so what was unsure is known to be nothing.
             found = replace(found, unsure=_NONE)
-            back = frozenset(each for each in found.leaving & found.left if each.step <= step)
+            # Among them one that was put aside before anybody knew that it is complete.
+            known = found.left | {saved}
+            back = frozenset(each for each in found.leaving & known if each.step <= step)
             found = replace(
                 found, counting=found.counting | back, left=found.left - back, leaving=_NONE
             )

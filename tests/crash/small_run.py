@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.components.checkpointer.integrity.manifest import RunDescription
 
 from tests.crash.promises import ACKNOWLEDGED, BEGUN, facts, LOADED, Saved
-from tests.unit_tests.components.checkpointer.runs import build_manager, Counter
+from tests.unit_tests.components.checkpointer.runs import build_manager
 from tests.unit_tests.components.checkpointer.ways import Way
 
 NAMES = ("first", "second", "resumed", "again")
@@ -59,6 +59,19 @@ class Moments:
         self.rate = state_dict["param_groups.weight.lr"]
 
 
+class Progress:
+    """The trainer's own state, whose step a load compares with that in the name of the checkpoint."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"step": 0, "by": ""}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = dict(state_dict)
+
+
 class SmallRun:
     """One run, on all ranks that there are."""
 
@@ -89,7 +102,7 @@ class SmallRun:
         for name in ("weight", "bias"):
             self.model.register_parameter(name, nn.Parameter(tensors[name]))
         self.moments = Moments(tensors["moments"])
-        self.progress = Counter(step=0, by="")
+        self.progress = Progress()
         parts: tuple[Any, ...] = (self.model, self.moments, None, None, self.progress)
         settings = {**way.settings, "keep_latest_k": keep, "timeout_seconds": 120, **settings}
         self.manager = build_manager(folder, *parts, **settings)

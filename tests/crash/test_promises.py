@@ -106,6 +106,12 @@ def test_after_going_back_the_other_history_may_be_loaded_until_a_save_is_comple
     assert gone.left == states(2, 3) and gone.counting == states(1) | states(2, by="second")
 
 
+def test_what_was_put_aside_unsure_is_owed_once_a_run_has_gone_on_from_it() -> None:
+    going = after(*saved(1), begun(2), loaded(1, is_asked=True), begun(2, "second", keep=0))
+    promises = going.after([loaded(2)])
+    assert promises.counting == states(1, 2) and promises.may_load == states(2)
+
+
 def test_a_run_that_finds_a_history_half_put_aside_goes_on_in_it() -> None:
     going = after(*saved(1, 2, 3, keep=0), loaded(1, is_asked=True), begun(2, "second"))
     promises = going.after([loaded(2)])

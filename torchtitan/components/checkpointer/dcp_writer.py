@@ -15,11 +15,12 @@ through ``tools/disk.py``.
 import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, STATE_DICT_TYPE, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -80,6 +81,22 @@ class _Open:
         self._stream.flush()
 
 
+def _made(path: str) -> BinaryIO:
+    """A new file. Never one that is there, since the folder of a save is made for it.
+
+    What is in there by now is of a run that goes on without the one of this rank, whose disk had not
+    answered for long. The lock of the folder knows nothing of that: it is rank 0 that holds it.
+
+    Raises:
+        FileExistsError: says what it may come from.
+    """
+    try:
+        return disk.current().create(path, exclusive=True)
+    except FileExistsError as error:
+        why = f"{error.strerror}, made meanwhile by another run; see whether a process of an earlier one still lives"
+        raise FileExistsError(error.errno, why, path) from None
+
+
 class CommittingFileSystem(FileSystem):
     """DCP's local file system, which syncs and digests files, and asks before one gets its name."""
 
@@ -96,7 +113,7 @@ class CommittingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with disk.current().create(os.fspath(path)) as file:
+        with _made(os.fspath(path)) as file:
             hashing = HashingStream(file) if self._takes_digests else None
             yield _Open(hashing or file)
             # Not left to DCP, which forgets what Python still holds back: a small .metadata is all of it.
@@ -179,9 +196,10 @@ class DurableFileSystemWriter(FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Rank 0 only, before any rank writes: what lies there stops being a checkpoint."""
-        for name in (MANIFEST, MARKER):
-            filesystem.remove_file(f"{os.fspath(self.path)}/{name}")
+        """Rank 0 only, before any rank writes: what lies there stops being a checkpoint, and goes."""
+        folder = os.fspath(self.path)
+        for name in (MANIFEST, MARKER, *sorted(glob(f"*{DEFAULT_SUFFIX}", root_dir=folder))):
+            filesystem.remove_file(f"{folder}/{name}")
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -42,11 +42,11 @@ def renames(storage: MovingStorage, folder: str) -> bool:
 
 
 def supersede(storage: MovingStorage, folder: str, path: str) -> str:
-    """Move the checkpoint ``path`` of ``folder`` aside; returns where it is now."""
+    """Move ``path`` of ``folder``, or what lies in the place of a checkpoint, aside; where it is now."""
     name = _name_of(path)
     parent = _room(storage, folder, SUPERSEDED)
     target, copies = filesystem.join(parent, name), 1
-    while storage.isdir(target):
+    while storage.isdir(target) or storage.isfile(target):
         copies += 1
         target = filesystem.join(parent, f"{name}.{copies}")
     storage.move(path, target)

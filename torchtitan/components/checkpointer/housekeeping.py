@@ -126,6 +126,12 @@ class Housekeeping(Claiming, RoomCheck):
         self._deletions.withdraw(path, self._left_seconds)  # else the new one would be deleted
         if not self._storage.isdir(path):
             require_no_lost_links(self._storage, [path])
+            if self._storage.isfile(path):
+                # No checkpoint, and whose it is nobody knows; each start would come to this step and end.
+                kept = supersede(self._storage, self.folder, path)
+                logger.warning(
+                    f"{path} was a file, in the place of a checkpoint. It is now {kept}."
+                )
             return []
         if not self._finder().is_complete_for_any(path):
             if found := marker_folders(self._storage, path):
@@ -213,9 +219,10 @@ class Housekeeping(Claiming, RoomCheck):
     def _is_left_or_damaged(self, step: int, path: str) -> bool:
         # Of a step of the history that is about to be left every checkpoint is moved aside: nobody has read
         # the newer one. And where one was found damaged, or has failed and is complete, the other may be all
-        # that there is.
+        # that there is. Of one that was being deleted nothing is left to keep.
         loaded = self._loaded_step
         is_left = loaded is not None and step > loaded and not self._history_settled
+        is_left = is_left and not self._finder().is_half_deleted(path)
         newer = self._create_checkpoint_id(step)
         is_doubtful = newer in self._doubtful
         return is_left or is_doubtful or not self._damaged.keys().isdisjoint((path, newer))

@@ -11,6 +11,7 @@ Once it is taken, one thread alone writes the file. The others ask it, and wait 
 want: a disk may not answer at all.
 """
 
+import itertools
 import os
 import threading
 import time
@@ -120,7 +121,7 @@ class RunLock:
         silence = silence or Silence(self._timeout_seconds)
         # What hangs while it takes it over ends the wait as well.
         deadline, is_told = time.monotonic() + 2 * self._timeout_seconds, False
-        while True:
+        for number in itertools.count():
             seen, now = self._file.read(), time.monotonic()
             left = silence.seconds_left(seen, now)
             if self._take_at_once(seen, verdicts):
@@ -134,7 +135,8 @@ class RunLock:
                 break
             if not may_wait or now > deadline:
                 self._give_up(seen, may_wait=may_wait)
-            if seen is not None and not is_told:
+            # One that is not there has just been given back, unless it is so again.
+            if not is_told and (seen is not None or number > 0):
                 is_told = True
                 self._tell_of_wait(seen)
             # One that was given back meanwhile is there to be taken.
@@ -315,7 +317,13 @@ class RunLock:
             f"{self.path} is held by {_who(seen)}, and it takes more silence to tell that this one is dead"
         )
 
-    def _tell_of_wait(self, seen: Seen) -> None:
+    def _tell_of_wait(self, seen: Seen | None) -> None:
+        if seen is None:
+            logger.info(
+                f"Waiting up to {2 * self._timeout_seconds:g} s for {self.path}, which is not there and cannot "
+                "be made. If it is a link that leads nowhere, delete it."
+            )
+            return
         holder = Holder.parse(seen.content)
         if holder is not None and holder.fate() is not Fate.ELSEWHERE:
             return  # another run is just taking over what a dead one has left

@@ -1,5 +1,6 @@
 """A save in the background, held at a gate while the world around it changes, with either manager."""
 
+import logging
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,19 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.tools.logging import logger
 
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
 from tests.unit_tests.components.checkpointer.tc.stand_ins import Writers
-from tests.unit_tests.components.checkpointer.ways import ASYNC, over, TC, Way
+from tests.unit_tests.components.checkpointer.ways import (
+    ASYNC,
+    DISABLED,
+    over,
+    PINNED,
+    TC,
+    TC_WAITING,
+    Way,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -37,6 +47,34 @@ class Gate:
     def pass_through(self) -> None:
         self.reached.set()
         assert self.may_go_on.wait(30)
+
+
+class Watching(logging.Handler):
+    """Notes what of a folder is complete at the moment when a save is called so."""
+
+    def __init__(self, folder: Path, way: Way) -> None:
+        super().__init__()
+        self.seen: list[list[str]] = []
+        self._folder, self._way = folder, way
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("Saved checkpoint of step"):
+            self.seen.append(self._way.complete(self._folder))
+
+
+@over(DISABLED, ASYNC, PINNED, TC, TC_WAITING)
+def test_a_save_is_called_saved_when_it_is_complete_and_not_before(
+    tmp_path: Path, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run, watching = build_run(tmp_path, keep_latest_k=0, **way.settings), Watching(tmp_path, way)
+    logger.addHandler(watching)
+    try:
+        run.train(2)
+        run.manager.close()
+    finally:
+        logger.removeHandler(watching)
+    assert watching.seen == [["step-1"], ["step-1", "step-2"]]
 
 
 @pytest.fixture

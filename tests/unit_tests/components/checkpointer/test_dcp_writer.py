@@ -23,6 +23,20 @@ from torchtitan.tools import disk
 from tests.unit_tests.noting_disk import NotingDisk
 
 
+def test_nothing_is_written_over_a_file_that_another_run_has_made_meanwhile(
+    tmp_path: Path,
+) -> None:
+    done = tmp_path / "__1_0.distcp"
+    done.write_bytes(b"acknowledged")
+    late = DurableFileSystemWriter(str(tmp_path))
+    with (
+        pytest.raises(FileExistsError, match="by another run.*__1_0"),
+        late.fs.create_stream(done, "wb"),
+    ):
+        raise AssertionError("it was opened")
+    assert done.read_bytes() == b"acknowledged"
+
+
 def storages(state: dict[str, Any]) -> dict[str, int]:
     return {name: value.untyped_storage().data_ptr() for name, value in state.items()}
 

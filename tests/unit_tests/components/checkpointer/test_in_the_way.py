@@ -163,6 +163,23 @@ def test_a_file_in_the_place_of_a_folder_for_checkpoints_fails_the_save_by_name(
     assert way.complete(tmp_path) == ["step-1", "step-2"]
 
 
+@over(DISABLED, TC_WAITING)
+def test_a_file_in_the_place_of_a_checkpoint_is_put_aside_and_the_step_is_saved(
+    tmp_path: Path, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, way, 1)
+    for number, kept in enumerate(("step-2", "step-2.2")):
+        shutil.rmtree(folder / "step-2", ignore_errors=True)
+        (folder / "step-2").write_text(f"notes {number}")
+        run = another(tmp_path, way)
+        assert run.manager.load()
+        run.train(2)
+        run.manager.close()
+        assert way.complete(tmp_path) == ["step-1", "step-2"]
+        assert (folder / "superseded" / kept).read_text() == f"notes {number}"
+        assert f"{folder}/step-2 was a file, in the place of a checkpoint" in caplog.text
+
+
 def test_an_error_of_the_disk_is_told_with_its_path() -> None:
     error = FileExistsError(errno.EEXIST, "File exists", "/run/superseded")
     assert "File exists: '/run/superseded'" in cause_of(error)

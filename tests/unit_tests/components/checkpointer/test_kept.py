@@ -162,6 +162,21 @@ def test_what_a_dead_run_has_replaced_goes_with_the_folder_around_it(
 
 
 @of_each_manager
+def test_what_was_being_deleted_is_not_kept_by_a_run_that_goes_back(
+    tmp_path: Path, way: Way
+) -> None:
+    folder = trained(tmp_path, way, 3, keep_latest_k=0)
+    shutil.copytree(folder / "step-3", folder / "replaced/step-3")
+    os.rename(folder / "replaced/step-3/manifest.json", folder / "replaced/step-3" / DELETED)
+    run = build_run(tmp_path, seed=3, keep_latest_k=0, **way.settings)
+    assert run.manager.load(1)
+    run.train(2)
+    run.manager.close()
+    assert names(tmp_path) == ["step-1", "step-2", "superseded"]
+    assert sorted(each.name for each in (folder / "superseded").iterdir()) == ["step-2", "step-3"]
+
+
+@of_each_manager
 @pytest.mark.parametrize("by", ["its name", "a link"])
 def test_what_the_run_begins_from_stays_in_the_own_folder_as_well(
     tmp_path: Path, way: Way, by: str

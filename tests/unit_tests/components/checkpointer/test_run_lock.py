@@ -340,6 +340,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Pat
         RunLock(str(tmp_path / "file"), DAYS).take({}, may_wait=True)
 
 
+def test_a_wait_for_a_lock_that_leads_nowhere_is_told(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / RUN_LOCK).symlink_to(tmp_path / "nothing")
+    with pytest.raises(TimeoutError, match="cannot be made"):
+        RunLock(str(tmp_path), 0.5).take({}, may_wait=True)
+    (line,) = said
+    assert "Waiting up to 1 s" in line and "a link that leads nowhere, delete it" in line
+
+
 @pytest.fixture
 def at_once() -> Iterator[None]:
     with patch.object(lock_file, "SETTLING_SECONDS", 0):
