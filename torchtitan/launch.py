@@ -3,7 +3,8 @@
 torchrun itself ends a stopped run with a traceback and exit code 1, and a signal that is repeated
 tears it away from ranks that still close. Here the first signal goes to the ranks, the exit code is
 128 + that signal, as shells and schedulers expect, and later ones do nothing, except for a second
-Ctrl-C. Everything else, a failed rank above all, is left to torchrun.
+Ctrl-C. When a rank fails, torchrun ends the others and prints a table; the error itself is said once
+more below that, in the last line. Everything else is left to torchrun.
 
     run_train.sh -> launch -> torchrun -> ranks (each follows this process, see tools/signals.py)
 """
@@ -22,6 +23,7 @@ if __name__ == "__main__":
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from torchtitan.tools.lasting_output import fill_closed_descriptors, LastingOutput
 from torchtitan.tools.signals import LAUNCHER_PID, StopRequested, StopSignals
@@ -59,9 +61,36 @@ def main() -> None:
     sys.argv.insert(1, "--signals-to-handle=SIGQUIT")
     with LauncherSignals():
         try:
-            torchrun.main()
+            # Not its main(), which looks for another torchrun to hand the error on to.
+            torchrun.run(torchrun.parse_args(None))
         except SignalException as stop:
             sys.exit(128 + stop.sigval)
+        except ChildFailedError as failed:
+            # Without the way through torchrun, which says nothing about the run.
+            print(failed, last_words(failed), sep="\n", file=sys.stderr)
+            sys.exit(1)
+
+
+def last_words(failed: ChildFailedError) -> str:
+    """Which rank failed first and why, as far as those of this machine have left word."""
+    told = [
+        (failure.timestamp, word["message"])
+        for failure in failed.failures.values()
+        if isinstance(word := failure.error_file_data["message"], dict)
+    ]
+    lines = [
+        f"rank {rank} was ended by {failure.signal_name()}."
+        for rank, failure in sorted(failed.failures.items())
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # by torchrun itself
+    ]
+    if told:
+        lines.append(min(told)[1])
+    if not lines:
+        rank, first = failed.get_first_failure()
+        lines = [
+            f"rank {rank} failed with exit code {first.exitcode}; why stands in what it printed."
+        ]
+    return "\n".join(lines)
 
 
 def _children() -> Iterator[int]:

@@ -21,6 +21,25 @@ from torchtitan.tools.signals import stop_with_launcher, StopRequested, StopSign
 task, folder = sys.argv[1:]
 if task == "fail":
     raise SystemExit("planted failure")
+if task == "raise on rank 1":
+    import torch.distributed as dist
+    from torchtitan.config import CommConfig
+    from torchtitan.distributed.failure import PeerFailureWatch
+    from torchtitan.distributed.utils import init_distributed, job_store
+
+    world_size = init_distributed(CommConfig())
+    watch = PeerFailureWatch(job_store(), dist.get_rank(), world_size)
+    try:
+        if dist.get_rank() == 1:
+            raise ValueError("row 7 is broken")
+        dist.barrier()
+    except Exception as error:
+        watch.publish(error, step=12)
+        raise
+if task == "kill rank 1":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    threading.Event().wait()
 if task == "tell":
     for number in range(2000):
         print("line", number, "x" * 80, flush=True)
@@ -42,10 +61,10 @@ HINT = "Press Ctrl-C again to end at once; the save in flight is then lost."
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def launch(task: str, folder: Path, *prefix: str) -> Launched:
+def launch(task: str, folder: Path, *prefix: str, ranks: int = 1) -> Launched:
     script = folder / "rank.py"
     script.write_text(RANK)
-    command = [sys.executable, "-m", "torchtitan.launch", "--nproc_per_node=1", "--tee=3"]
+    command = [sys.executable, "-m", "torchtitan.launch", f"--nproc_per_node={ranks}", "--tee=3"]
     rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
     # Tests under nohup ignore SIGHUP, which what they start would go on with.
     default = ["env", "--default-signal=HUP"]
@@ -117,6 +136,28 @@ def test_a_rank_that_fails_gives_the_launcher_its_exit_code(tmp_path: Path) -> N
     with launch("fail", tmp_path) as run:
         assert run.finish() not in (0, 2), run.output
     assert "planted failure" in run.output
+    assert run.output.splitlines()[-1] == (
+        "rank 0 failed with exit code 1; why stands in what it printed."
+    )
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize(
+    ("task", "last_line"),
+    [
+        ("raise on rank 1", "rank 1 failed first, at step 12: ValueError: row 7 is broken"),
+        ("kill rank 1", "rank 1 was ended by SIGKILL."),
+    ],
+)
+def test_the_last_line_says_which_rank_failed_first_and_why(
+    tmp_path: Path, task: str, last_line: str
+) -> None:
+    with launch(task, tmp_path, ranks=2) as run:
+        assert run.finish() == 1, run.output
+    assert run.output.splitlines()[-1] == last_line
+    # The table of torchrun stands above it, and no traceback of the launcher.
+    assert "Root Cause" in run.output and "in launch_agent" not in run.output
+    assert "no error file defined" not in run.output
 
 
 @pytest.mark.torchrun

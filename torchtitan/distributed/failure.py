@@ -7,6 +7,8 @@ publish wins, every rank logs that error, and a rank that does not end by itself
     rank 1: exception -> publish -> store["first"] -> waits until the others have read it -> raises on
     rank 0: stuck in all_reduce;  its watch thread reads store["first"] -> logs it -> grace -> exit code 1
 
+It is left for the launcher as well, whose last line says it once more, below all that torchrun prints.
+
 Two facts to know: a rank that was killed (SIGKILL, out of memory) publishes nothing, its peers then report
 that they lost it; and when the store itself is gone, its host (rank 0, or the launcher) is.
 """
@@ -31,6 +33,8 @@ from torchtitan.tools.logging import logger
 _TRACEBACK_CHARACTERS = 20_000
 _REASON_CHARACTERS = 2_000
 _FIRST = "first"
+_WORD_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file in which torchrun looks for the error of a rank."""
 # What gloo, NCCL and the sockets below them say when the other side went away or does not answer.
 _ECHO_TEXTS = (
     "broken pipe",
@@ -58,6 +62,8 @@ class RankFailure:
     """Somebody asked that rank to end; nothing is wrong."""
     is_lost_peer: bool = False
     """That rank only felt the end of another one, which left no word."""
+    is_alone: bool = False
+    """There was no other rank."""
 
     def __str__(self) -> str:
         if self.rank < 0:
@@ -71,7 +77,14 @@ class RankFailure:
                 "out of memory) or does not answer; see which rank torchrun names, and the logs of the others. "
                 f"What rank {self.rank} felt: {self.traceback or self.reason}"
             )
-        return f"rank {self.rank} failed first{where}: {self.traceback or self.reason}"
+        return self.told(self.traceback or self.reason)
+
+    def told(self, why: str) -> str:
+        """Who failed, and where; ``why`` may be the reason or all of the traceback."""
+        where = "" if self.step is None else f", at step {self.step}"
+        if self.is_alone:
+            return f"the run failed{where}: {why}"
+        return f"rank {self.rank} failed first{where}: {why}"
 
 
 class PeerFailureWatch:
@@ -123,7 +136,9 @@ class PeerFailureWatch:
         """
         own = _failure_of(error, self._rank, step)
         if not self._peers:
+            own = replace(own, is_alone=True)
             self._note(own, None)
+            _leave_word(self._first or own)
             return own
         own = replace(own, is_lost_peer=_is_lost_connection(error))
         first = self.wait(self._echo_seconds) if is_echo(error) else None
@@ -135,6 +150,7 @@ class PeerFailureWatch:
                 value = json.dumps(asdict(own))
                 first = RankFailure(**json.loads(self._store.compare_set(_FIRST, "", value)))
             self._note(first, self._store)
+        _leave_word(first)
         if first == own or self._rank == 0:
             # Rank 0 may host the store: once it is gone, a slower rank could not read who was first.
             # A lost rank never answers; the others look this often.
@@ -254,6 +270,20 @@ def _failure_of(error: BaseException, rank: int, step: int | None) -> RankFailur
         reason=f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS],
         traceback=story[-_TRACEBACK_CHARACTERS:],
     )
+
+
+def _leave_word(failure: RankFailure) -> None:
+    """Write ``failure`` where torchrun looks for it, unless it only says that somebody stopped or is gone."""
+    path = os.environ.get(_WORD_FILE)
+    if not path or failure.is_stop or failure.is_lost_peer or failure.rank < 0:
+        return
+    # Of the errors of several ranks torchrun takes the one that came first.
+    word = {"message": failure.told(failure.reason), "extraInfo": {"timestamp": int(time.time())}}
+    # A full disk may be the very failure, and torchrun breaks off at a file that was cut short.
+    with contextlib.suppress(OSError):
+        with open(f"{path}.new", "w") as file:
+            json.dump({"message": word}, file)
+        os.replace(f"{path}.new", path)
 
 
 def _lost_store(error: Exception) -> RankFailure:

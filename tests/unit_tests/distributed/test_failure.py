@@ -1,7 +1,15 @@
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torchtitan.components.checkpointer.errors import error_of_system
 from torchtitan.distributed.failure import is_echo, PeerFailureWatch
+from torchtitan.launch import last_words
+from torchtitan.tools.signals import StopRequested
 
 
 def _caused_by(cause: Exception) -> Exception:
@@ -43,10 +51,37 @@ def test_a_single_rank_logs_its_failure_and_needs_no_store(
     failure = watch.publish(ValueError("no"), step=4)
     assert (failure.rank, failure.step, failure.reason) == (0, 4, "ValueError: no")
     assert watch.first_failure() == failure
-    assert "rank 0 failed first, at step 4" in caplog.text
+    assert "the run failed, at step 4: " in caplog.text
     watch.close()
 
 
 def test_a_single_rank_has_nobody_to_lose(caplog: pytest.LogCaptureFixture) -> None:
     PeerFailureWatch(dist.HashStore(), 0, 1).publish(RuntimeError("Connection refused"))
-    assert "rank 0 failed first" in caplog.text and "killed" not in caplog.text
+    assert "the run failed: " in caplog.text and "killed" not in caplog.text
+
+
+def test_the_launcher_finds_the_first_error_and_no_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    PeerFailureWatch(dist.HashStore(), 0, 1).publish(StopRequested(signal.SIGTERM), step=4)
+    assert not path.exists()
+    watch = PeerFailureWatch(dist.HashStore(), 0, 1)
+    watch.publish(ValueError("no"), step=4)
+    watch.publish(OSError("what closing led to"), step=4)
+    # As torchrun itself reads it.
+    found = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert last_words(ChildFailedError("train", {0: found})) == (
+        "the run failed, at step 4: ValueError: no"
+    )
+    assert abs(found.timestamp - time.time()) < 60
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_disk_that_takes_no_word_for_the_launcher_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    failure = PeerFailureWatch(dist.HashStore(), 0, 1).publish(ValueError("no"))
+    assert failure.reason == "ValueError: no"
