@@ -33,6 +33,7 @@ from torchtitan.config.recipes import (
     known_modules,
     RecipeModule,
 )
+from torchtitan.config.unknown_flags import not_understood
 from torchtitan.config.violations import collecting, exit_with, speaks
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
@@ -133,8 +134,9 @@ class ConfigManager:
             config = self._run_recipe(recipe, recipe_name)
             with collecting() as refused:
                 config = self._change(config, values, rest)
-            config = self._parse_with_tyro(config, rest, values)
-        found = [*refused, *_violations(config), *(self._checks(config) if self._checks else ())]
+            config, unknown = self._parse_with_tyro(config, rest, values)
+        found = [*refused, *unknown, *_violations(config)]
+        found += self._checks(config) if self._checks else ()
         if found:
             exit_with(list(dict.fromkeys(found)))
         self.config = config
@@ -156,23 +158,34 @@ class ConfigManager:
                 config = flag.change(config, values[flag.name], args)
         return config
 
-    def _parse_with_tyro(self, config: Any, args: list[str], values: Mapping[str, str]) -> Any:
+    def _parse_with_tyro(
+        self, config: Any, args: list[str], values: Mapping[str, str]
+    ) -> tuple[Any, list[str]]:
+        """The config after ``args``, and a message for each flag that there is not."""
         typed = [
             f"{flag.name} {values[flag.name]}" for flag in self._early_flags if flag.name in values
         ]
-        return tyro.cli(
-            type(config),
-            # tyro repeats this in its advice, so it has to be a command that works.
-            prog=" ".join([_program(), *typed]),
-            args=args,
-            default=config,
-            registry=custom_registry,
-            description=f"{self._early_flags_help()}\n\nThe flags below show the values of this recipe. "
+        # tyro repeats this in its advice, so it has to be a command that works.
+        program = " ".join([_program(), *typed])
+        settings: dict[str, Any] = {
+            "prog": program,
+            "args": args,
+            "default": config,
+            "registry": custom_registry,
+            "description": f"{self._early_flags_help()}\n\nThe flags below show the values of this recipe. "
             "In their names, dashes and underscores mean the same.",
             # With underscores in its own names tyro does not find every subcommand that is typed with dashes.
-            use_underscores=False,
-            console_outputs=speaks(),
-        )
+            "use_underscores": False,
+            "console_outputs": speaks(),
+        }
+        parsed, left_over = tyro.cli(type(config), return_unknown_args=True, **settings)
+        unknown = not_understood(config, args, left_over)
+        if left_over and not unknown:
+            # Of a word that is no flag, such as a mistyped subcommand, tyro knows more: this ends the program.
+            return tyro.cli(type(config), **settings), []
+        if unknown:
+            unknown[-1] += f" `{program} --help` lists all."
+        return parsed, unknown
 
     def _early_flags_help(self) -> str:
         usages = [f"{flag.name} {flag.metavar}" for flag in self._early_flags]
@@ -224,6 +237,8 @@ class ConfigManager:
 
 
 def _program() -> str:
+    if "TORCHTITAN_COMMAND" in os.environ:
+        return "./run_train.sh"  # which sets it, and starts what runs here
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return os.path.basename(sys.argv[0])
