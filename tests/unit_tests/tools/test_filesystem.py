@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchtitan.tools import filesystem
+from torchtitan.tools import disk, filesystem
 
+from tests.unit_tests.noting_disk import NotingDisk
 from tests.unit_tests.small_disk import fill, small_disk
 
 
@@ -101,6 +102,24 @@ def test_rmtree_removes_everything_and_forgives_a_missing_folder(base: str):
     filesystem.rmtree(folder)
     assert not filesystem.exists(folder)
     filesystem.rmtree(folder)
+
+
+def test_only_an_empty_folder_is_taken_away_and_nothing_is_known_of_its_name_then(
+    tmp_path: Path,
+) -> None:
+    base, noting = str(tmp_path / "run"), NotingDisk(tmp_path)
+    filesystem.makedirs(base)
+    write(filesystem.join(base, "file"))
+    filesystem.remove_empty(base)
+    assert os.listdir(base) == ["file"]
+    os.unlink(filesystem.join(base, "file"))
+    filesystem.remove_empty(base)
+    filesystem.remove_empty(base)  # one that is not there is no error
+    assert os.listdir(tmp_path) == []
+    os.mkdir(base)  # by another process
+    with disk.using(noting):
+        filesystem.makedirs(filesystem.join(base, "step-1"))
+    assert noting.noted[0] == "sync_directory ."
 
 
 def test_a_remote_rmtree_raises_whatever_is_not_a_missing_folder(monkeypatch: pytest.MonkeyPatch):
