@@ -78,15 +78,22 @@ def last_words(failed: ChildFailedError) -> str:
         for failure in failed.failures.values()
         if isinstance(word := failure.error_file_data["message"], dict)
     ]
+    # torchrun ends the others by SIGTERM, which kills a rank that has only begun.
+    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
+    by_themselves = {
+        rank: failure
+        for rank, failure in sorted(failed.failures.items())
+        if failure.exitcode not in ended
+    }
     lines = [
         f"rank {rank} was ended by {failure.signal_name()}."
-        for rank, failure in sorted(failed.failures.items())
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # by torchrun itself
+        for rank, failure in by_themselves.items()
+        if failure.exitcode < 0
     ]
     if told:
         lines.append(min(told)[1])
     if not lines:
-        rank, first = failed.get_first_failure()
+        rank, first = next(iter(by_themselves.items()), failed.get_first_failure())
         lines = [
             f"rank {rank} failed with exit code {first.exitcode}; why stands in what it printed."
         ]

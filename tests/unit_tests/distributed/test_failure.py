@@ -79,6 +79,25 @@ def test_the_launcher_finds_the_first_error_and_no_stop(
     assert os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.parametrize(
+    ("exit_codes", "words"),
+    [
+        ((-9, -15, 1), "rank 0 was ended by SIGKILL."),  # the launcher has ended rank 1
+        ((-11, 0, -9), "rank 0 was ended by SIGSEGV.\nrank 2 was ended by SIGKILL."),
+        ((-15, 143, 2), "rank 2 failed with exit code 2; why stands in what it printed."),
+    ],
+)
+def test_of_ranks_that_left_no_word_those_are_named_that_were_killed(
+    exit_codes: tuple[int, ...], words: str
+) -> None:
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+        for rank, code in enumerate(exit_codes)
+        if code
+    }
+    assert last_words(ChildFailedError("train", failures)) == words
+
+
 def test_a_disk_that_takes_no_word_for_the_launcher_hides_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,9 @@ def test_a_python_without_the_packages_of_the_tests_is_told_what_to_type(
 ) -> None:
     assert seeded_bugs.missing_packages() == ""
     monkeypatch.setattr(seeded_bugs, "_NEEDED", ("pytest", "no_such_package"))
-    assert seeded_bugs.main(["--only", BUGS[0].name]) == 2
+    # With something that is over at once, should it begin.
+    options = ["--no-baseline", "--only", BUGS[0].name, "--", "no_such_test.py"]
+    assert seeded_bugs.main(options) == 2
     said = capsys.readouterr()
     assert "has no no_such_package," in said.err and "scripts/setup_env.sh dev" in said.err
     assert said.out == ""
