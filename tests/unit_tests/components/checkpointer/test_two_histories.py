@@ -37,7 +37,7 @@ def test_a_run_that_goes_back_in_an_object_store_neither_mixes_histories_nor_los
     caplog.clear()
     assert back.manager.load(1)
     (said,) = [it.getMessage() for it in caplog.records if it.levelno == logging.WARNING]
-    assert "lists step-2, step-3, step-4" in said and "they stay in place" in said
+    assert "lists step-2, step-3, step-4" in said and "what it lists stays in place" in said
     back.dataloader.values["row"] = 1000
     back.train(2)
     moved = FOLDER / "superseded/step-2"
