@@ -51,9 +51,9 @@ _WRITING = (
         edits=changes(
             f"{_OURS}/dcp_writer.py",
             (
-                "        with disk.current().create(os.fspath(path)) as file:\n",
+                "        with _made(os.fspath(path)) as file:\n",
                 "        path = Path(path).with_name(Path(path).name.removesuffix('.tmp'))\n"
-                "        with disk.current().create(os.fspath(path)) as file:\n",
+                "        with _made(os.fspath(path)) as file:\n",
             ),
             ("        disk.current().rename(os.fspath(path), os.fspath(new_path))\n", ""),
             ("        disk.current().unlink(os.fspath(path))\n", "        return\n"),

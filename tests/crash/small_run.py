@@ -23,7 +23,7 @@ from tests.crash.promises import ACKNOWLEDGED, BEGUN, facts, LOADED, Saved
 from tests.unit_tests.components.checkpointer.runs import build_manager
 from tests.unit_tests.components.checkpointer.ways import Way
 
-NAMES = ("first", "second", "resumed", "again")
+NAMES = ("first", "second", "third", "fourth", "fifth", "sixth", "resumed", "again")
 """Of all runs that there are; weights alone do not tell it."""
 
 SHAPES = {"weight": (6, 2), "bias": (3,), "moments": (6, 2)}
@@ -138,6 +138,16 @@ class SmallRun:
         if self._open is not None:
             (step, by), self._open = self._open, None
             self._say(ACKNOWLEDGED, step, by=by)
+
+    def delete_before_writing(self) -> None:
+        """Let deletions be as fast as they can be, where they would be over at any time."""
+        make_ready = self.manager._make_ready
+
+        def make_ready_and_wait(*args: Any, **keywords: Any) -> None:
+            make_ready(*args, **keywords)
+            self.manager.purge_queue.join()
+
+        self.manager._make_ready = make_ready_and_wait
 
     def close(self) -> None:
         """End in order."""

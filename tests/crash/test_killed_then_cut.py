@@ -9,7 +9,6 @@ to that.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torchtitan.tools import disk
@@ -44,22 +43,11 @@ def history(root: Path, way: Way, by: str, *steps: int) -> list[Operation]:
         run = SmallRun(folder, way, by=by, note=recording.note)
         if by != "first":
             run.load()
-        delete_before_writing(run)
+        run.delete_before_writing()
         for step in steps:
             run.save(step)
         run.close()
     return read_log(f"{root}.log")
-
-
-def delete_before_writing(run: SmallRun) -> None:
-    """Let deletions be as fast as they can be, where they would be over at any time."""
-    make_ready = run.manager._make_ready
-
-    def make_ready_and_wait(*args: Any, **keywords: Any) -> None:
-        make_ready(*args, **keywords)
-        run.manager.purge_queue.join()
-
-    run.manager._make_ready = make_ready_and_wait
 
 
 def killed_at(history: list[Operation]) -> list[int]:

@@ -1,10 +1,24 @@
-"""A disk that does what it is asked and remembers it, for tests of what is done and in which order."""
+"""Disks for tests: one remembers what it is asked for, in which order, and one refuses some of it."""
 
+import errno
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan.tools.disk import Disk
+
+
+@dataclass(frozen=True)
+class RefusingDisk(Disk):
+    """Makes no file below a directory of this name."""
+
+    name: str
+
+    def create(self, path: str, *, exclusive: bool = False, mode: int = 0o666) -> BinaryIO:
+        if f"{self.name}/" in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super().create(path, exclusive=exclusive, mode=mode)
 
 
 class NotingDisk(Disk):

@@ -114,7 +114,7 @@ def free_name(storage: MovingStorage, folder: str, path: str) -> list[str]:
 
 def is_replacing(storage: MovingStorage, path: str) -> bool:
     """Whether the checkpoint ``path``, which has its marker, ends the wait of the one in ``replaced/``."""
-    # The manifest comes after the marker, and only what had one is put into replaced/.
+    # The manifest comes after the marker.
     return storage.isfile(f"{path}/{MANIFEST}")
 
 

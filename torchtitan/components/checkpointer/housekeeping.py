@@ -141,8 +141,7 @@ class Housekeeping(Claiming, RoomCheck):
                 )
             return self._clear_leftover(path)
         is_own = self._loaded_step is not None or path in self._saved_paths
-        is_good = self._storage.isfile(f"{path}/{MANIFEST}") and path not in self._damaged
-        if not is_own or not is_good:
+        if not is_own or path in self._damaged:
             return [supersede(self._storage, self.folder, path)]
         self._free_replaced(path)
         aside = put_aside(self._storage, self.folder, path)
@@ -191,6 +190,8 @@ class Housekeeping(Claiming, RoomCheck):
             return
         waiting = set(self._waiting_steps().values())
         for step, path, _ in find_steps(self._storage, aside, parse=self._parse_step):
+            # Also of an earlier run, which was to save that step: this one may do so now.
+            self._has_replaced |= path in waiting
             is_going = path in self._deletions.waiting
             if path in waiting or is_going or self._is_left_or_damaged(step, path):
                 continue
@@ -204,10 +205,16 @@ class Housekeeping(Claiming, RoomCheck):
         self._remove_if_empty(aside)
 
     def _is_wanted(self, step: int, path: str) -> bool:
-        """Whether what ``path`` in ``replaced/`` holds stays: it is pinned, or was begun from by its name."""
+        """Whether what ``path`` in ``replaced/`` holds stays.
+
+        It is pinned, or was begun from by its name; or it has no manifest, and another program may have
+        saved it. So has one whose run was killed right before that: it may be all there is to go on from.
+        """
         is_protected = self._is_protected(self._create_checkpoint_id(step))
         is_whole = not self._finder().is_half_deleted(path)
-        return is_whole and (is_protected or is_pinned(self._storage, path))
+        is_complete = self._finder().is_complete_for_any(path)
+        is_foreign = is_complete and not self._storage.isfile(f"{path}/{MANIFEST}")
+        return is_whole and (is_protected or is_foreign or is_pinned(self._storage, path))
 
     def _keep_replaced(self, path: str) -> None:
         try:

@@ -12,13 +12,14 @@ from unittest.mock import patch
 
 import pytest
 from torchtitan.components.checkpointer.deletions import PIN
-from torchtitan.components.checkpointer.errors import CheckpointNotFoundError
+from torchtitan.components.checkpointer.errors import CheckpointNotFoundError, CheckpointSaveError
 from torchtitan.components.checkpointer.storage import DELETED
-from torchtitan.tools import signals
+from torchtitan.tools import disk, signals
 
 from tests.unit_tests.components.checkpointer.fakes import wait_until
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
 from tests.unit_tests.components.checkpointer.ways import DISABLED, over, TC_WAITING, Way
+from tests.unit_tests.noting_disk import RefusingDisk
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -159,6 +160,26 @@ def test_what_a_dead_run_has_replaced_goes_with_the_folder_around_it(
     shutil.copytree(folder / "step-2", folder / "replaced/step-2")
     goes_on(tmp_path, way, 3)
     assert names(tmp_path) == ["step-2", "step-3"]
+
+
+@of_each_manager
+def test_one_without_a_manifest_is_gone_on_from_until_its_step_is_saved_again_and_stays(
+    tmp_path: Path, way: Way
+) -> None:
+    folder = trained(tmp_path, way, 1)
+    (folder / "step-1/manifest.json").unlink()  # killed right before that
+    again = build_run(tmp_path, **way.settings)
+    with disk.using(RefusingDisk("step-1")):
+        assert again.manager.load()
+        with pytest.raises(CheckpointSaveError):
+            again.manager.save(1)
+        again.manager.close()
+    assert again.manager.newest_checkpoint() == str(folder / "replaced/step-1")
+    run = build_run(tmp_path, **way.settings)
+    assert run.manager.load() and run.step == 1 and run.manager.save(1)
+    run.manager.close()
+    assert names(tmp_path) == ["step-1", "superseded"]
+    assert (folder / "superseded/step-1" / way.format.marker).exists()
 
 
 @of_each_manager

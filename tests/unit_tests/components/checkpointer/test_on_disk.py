@@ -3,11 +3,10 @@
 No process is started: what stands for the writer process of torch_checkpointing works in a thread.
 """
 
-import errno
 import logging
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +23,7 @@ from torchtitan.tools import disk
 
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
 from tests.unit_tests.components.checkpointer.ways import ASYNC, DISABLED, over, TC, TC_WAITING, Way
+from tests.unit_tests.noting_disk import RefusingDisk
 
 pytestmark = pytest.mark.usefixtures("one_rank", "writers")
 
@@ -364,18 +364,9 @@ def test_a_copied_directory_is_refused_for_the_step_in_its_name(tmp_path: Path, 
     again.manager.close()
 
 
-class WithoutStep2(disk.Disk):
-    """A disk that fails under step 2."""
-
-    def create(self, path: str, *, exclusive: bool = False, mode: int = 0o666) -> BinaryIO:
-        if "step-2/" in path:
-            raise OSError(errno.EIO, "Input/output error", path)
-        return super().create(path, exclusive=exclusive, mode=mode)
-
-
 @over(ASYNC, TC)
 def test_the_last_save_is_made_although_the_one_before_failed(tmp_path: Path, way: Way) -> None:
-    with disk.using(WithoutStep2()):
+    with disk.using(RefusingDisk("step-2")):
         run = build_run(tmp_path, **way.settings, **FULL)
         with pytest.raises(CheckpointSaveError, match="step 2 to.*Input/output error"):
             run.train(3, last_step=3)

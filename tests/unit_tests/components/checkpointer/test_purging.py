@@ -280,8 +280,12 @@ def test_a_step_of_the_own_history_waits_while_it_is_saved_again_and_another_one
 
 def test_what_another_program_saved_is_kept_when_its_step_is_saved_again() -> None:
     storage = folder_of("step-10")
-    (warning,) = make_ready(ready(storage, loaded=10), 10)
-    assert "/run/superseded/step-10" in warning and storage.listdir("/run") == ["superseded"]
+    manager = ready(storage, loaded=10)
+    make_ready(manager, 10)
+    assert storage.isdir("/run/replaced/step-10"), "until the new one is complete it is all there is"
+    saved(storage, "/run/step-10")
+    make_ready(manager, 20)
+    assert storage.listdir("/run/superseded") == ["step-10"]
 
 
 def test_all_of_a_step_leaves_with_its_history_what_waits_and_what_was_not_committed() -> None:
