@@ -229,7 +229,7 @@ class Housekeeping(Claiming, RoomCheck):
         # that there is. Of one that was being deleted nothing is left to keep.
         loaded = self._loaded_step
         is_left = loaded is not None and step > loaded and not self._history_settled
-        is_left = is_left and not self._finder().is_half_deleted(path)
+        is_left = is_left and self._finder().is_complete_for_any(path)
         newer = self._create_checkpoint_id(step)
         is_doubtful = newer in self._doubtful
         return is_left or is_doubtful or not self._damaged.keys().isdisjoint((path, newer))

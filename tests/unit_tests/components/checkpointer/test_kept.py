@@ -183,12 +183,16 @@ def test_one_without_a_manifest_is_gone_on_from_until_its_step_is_saved_again_an
 
 
 @of_each_manager
+@pytest.mark.parametrize("is_empty", [False, True], ids=["half", "all but the directory"])
 def test_what_was_being_deleted_is_not_kept_by_a_run_that_goes_back(
-    tmp_path: Path, way: Way
+    tmp_path: Path, way: Way, is_empty: bool
 ) -> None:
     folder = trained(tmp_path, way, 3, keep_latest_k=0)
     shutil.copytree(folder / "step-3", folder / "replaced/step-3")
     os.rename(folder / "replaced/step-3/manifest.json", folder / "replaced/step-3" / DELETED)
+    if is_empty:
+        shutil.rmtree(folder / "replaced/step-3")
+        (folder / "replaced/step-3").mkdir()
     run = build_run(tmp_path, seed=3, keep_latest_k=0, **way.settings)
     assert run.manager.load(1)
     run.train(2)
