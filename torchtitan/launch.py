@@ -81,19 +81,22 @@ def last_words(failed: ChildFailedError) -> str:
     # torchrun ends the others by SIGTERM, which kills a rank that has only begun.
     ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
     by_themselves = {
-        rank: failure
-        for rank, failure in sorted(failed.failures.items())
-        if failure.exitcode not in ended
+        rank: failure for rank, failure in failed.failures.items() if failure.exitcode not in ended
     }
     lines = [
         f"rank {rank} was ended by {failure.signal_name()}."
-        for rank, failure in by_themselves.items()
+        for rank, failure in sorted(by_themselves.items())
         if failure.exitcode < 0
     ]
     if told:
         lines.append(min(told)[1])
     if not lines:
-        rank, first = next(iter(by_themselves.items()), failed.get_first_failure())
+        # Of equal times the first is the one that torchrun has met first.
+        rank, first = min(
+            by_themselves.items(),
+            key=lambda each: each[1].timestamp,
+            default=failed.get_first_failure(),
+        )
         lines = [
             f"rank {rank} failed with exit code {first.exitcode}; why stands in what it printed."
         ]

@@ -75,7 +75,7 @@ class Chain:
         self._live(Stage(self.way, RecordingDisk(str(root), f"{root}.log")))
         history = read_log(f"{root}.log")
         chosen = self.draw.sample(range(len(history)), _NUM_CHECKED)
-        cut, done = self.draw.choice(chosen), self._done
+        cut, done, crash = self.draw.choice(chosen), self._done, None
         for number, operation in enumerate(history):
             model.apply(operation)
             done = [*done, operation]
@@ -84,13 +84,15 @@ class Chain:
             states = list(crash_states(model, operation))
             picked = [states[0], self.draw.choice(states)]
             if number == cut:
-                self._crash(*self.draw.choice(picked), done)
+                crash = (*self.draw.choice(picked), done)
             for variant, tree in picked:
                 self.story.append(f"checked after operation {number + 1} ({operation}): {variant}")
                 yield tree, Promises().after(done)
                 self.story.pop()
             if number == max(chosen):
                 break
+        assert crash is not None
+        self._crash(*crash)
 
     def _crash(self, variant: str, tree: Tree, done: list[Operation]) -> None:
         self.story.append(
@@ -127,7 +129,8 @@ class Chain:
 
     def _save(self, stage: Stage, run: SmallRun, *, may_be_last: bool) -> None:
         step, draw = run.progress.values["step"], self.draw
-        if step and self._names and draw.random() < 0.25:
+        # A name is left for each run that may follow.
+        if step and len(self._names) >= max(_DEPTHS) and draw.random() < 0.25:
             name = self._name()
             self.story.append(f"save {step} again, by {name}")
             run.save(step, by=name)

@@ -150,7 +150,8 @@ class PeerFailureWatch:
                 value = json.dumps(asdict(own))
                 first = RankFailure(**json.loads(self._store.compare_set(_FIRST, "", value)))
             self._note(first, self._store)
-        _leave_word(first)
+        # Once the store is gone a second call would take its own error for the first of all.
+        _leave_word(self._first or first)
         if first == own or self._rank == 0:
             # Rank 0 may host the store: once it is gone, a slower rank could not read who was first.
             # A lost rank never answers; the others look this often.

@@ -197,8 +197,15 @@ class DurableFileSystemWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Rank 0 only, before any rank writes: what lies there stops being a checkpoint, and goes."""
+        # By now the directory may be another run's, which has gone on without this one.
+        self._committing_fs().require_may_commit()
         folder = os.fspath(self.path)
-        for name in (MANIFEST, MARKER, *sorted(glob(f"*{DEFAULT_SUFFIX}", root_dir=folder))):
+        for name in (
+            MANIFEST,
+            MARKER,
+            f"{MARKER}.tmp",
+            *sorted(glob(f"*{DEFAULT_SUFFIX}", root_dir=folder)),
+        ):
             filesystem.remove_file(f"{folder}/{name}")
         return super().prepare_global_plan(plans)
 

@@ -114,7 +114,8 @@ def free_name(storage: MovingStorage, folder: str, path: str) -> list[str]:
 
 def is_replacing(storage: MovingStorage, path: str) -> bool:
     """Whether the checkpoint ``path``, which has its marker, ends the wait of the one in ``replaced/``."""
-    # The manifest comes after the marker.
+    # The manifest comes after the marker, and each save of a step has one. A back end that wrote none would
+    # never end the wait.
     return storage.isfile(f"{path}/{MANIFEST}")
 
 

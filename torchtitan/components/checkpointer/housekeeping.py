@@ -126,12 +126,7 @@ class Housekeeping(Claiming, RoomCheck):
         self._deletions.withdraw(path, self._left_seconds)  # else the new one would be deleted
         if not self._storage.isdir(path):
             require_no_lost_links(self._storage, [path])
-            if self._storage.isfile(path):
-                # No checkpoint, and whose it is nobody knows; each start would come to this step and end.
-                kept = supersede(self._storage, self.folder, path)
-                logger.warning(
-                    f"{path} was a file, in the place of a checkpoint. It is now {kept}."
-                )
+            self._put_file_aside(path)
             return []
         if not self._finder().is_complete_for_any(path):
             if found := marker_folders(self._storage, path):
@@ -141,7 +136,9 @@ class Housekeeping(Claiming, RoomCheck):
                 )
             return self._clear_leftover(path)
         is_own = self._loaded_step is not None or path in self._saved_paths
-        if not is_own or path in self._damaged:
+        # Where another one waits and is gone on from, this one was to replace it, and nobody has called it saved.
+        has_failed = self._step_of(path) in self._waiting_steps()
+        if not is_own or has_failed or path in self._damaged:
             return [supersede(self._storage, self.folder, path)]
         self._free_replaced(path)
         aside = put_aside(self._storage, self.folder, path)
@@ -150,6 +147,12 @@ class Housekeeping(Claiming, RoomCheck):
             f"{path} is saved again: the one before waits in {aside} until that is complete."
         )
         return []
+
+    def _put_file_aside(self, path: str) -> None:
+        """Make room where a file lies: whose it is nobody knows, and each start would come to it and end."""
+        if self._storage.isfile(path):
+            kept = supersede(self._storage, self.folder, path)
+            logger.warning(f"{path} was a file, in the place of a checkpoint. It is now {kept}.")
 
     def _free_replaced(self, path: str) -> None:
         """End the deletion of what ``path`` itself has replaced: two cannot wait under one name."""
@@ -226,7 +229,7 @@ class Housekeeping(Claiming, RoomCheck):
     def _is_left_or_damaged(self, step: int, path: str) -> bool:
         # Of a step of the history that is about to be left every checkpoint is moved aside: nobody has read
         # the newer one. And where one was found damaged, or has failed and is complete, the other may be all
-        # that there is. Of one that was being deleted nothing is left to keep.
+        # that there is. What is not complete is what a deletion has left.
         loaded = self._loaded_step
         is_left = loaded is not None and step > loaded and not self._history_settled
         is_left = is_left and self._finder().is_complete_for_any(path)
@@ -255,6 +258,7 @@ class Housekeeping(Claiming, RoomCheck):
                     moved.append(supersede(self._storage, self.folder, target))
                 else:
                     moved += self._clear_leftover(target)
+            self._put_file_aside(target)
             self._storage.move(path, target)
             self._forget_kind(target)
             self._damaged = {at: why for at, why in self._damaged.items() if at != target}

@@ -11,7 +11,6 @@ Once it is taken, one thread alone writes the file. The others ask it, and wait 
 want: a disk may not answer at all.
 """
 
-import itertools
 import os
 import threading
 import time
@@ -121,8 +120,10 @@ class RunLock:
         silence = silence or Silence(self._timeout_seconds)
         # What hangs while it takes it over ends the wait as well.
         deadline, is_told = time.monotonic() + 2 * self._timeout_seconds, False
-        for number in itertools.count():
+        num_missing = 0
+        while True:
             seen, now = self._file.read(), time.monotonic()
+            num_missing = num_missing + 1 if seen is None else 0
             left = silence.seconds_left(seen, now)
             if self._take_at_once(seen, verdicts):
                 break
@@ -136,7 +137,7 @@ class RunLock:
             if not may_wait or now > deadline:
                 self._give_up(seen, may_wait=may_wait)
             # One that is not there has just been given back, unless it is so again.
-            if not is_told and (seen is not None or number > 0):
+            if not is_told and (seen is not None or num_missing > 2):
                 is_told = True
                 self._tell_of_wait(seen)
             # One that was given back meanwhile is there to be taken.

@@ -124,6 +124,21 @@ def test_it_goes_first_when_another_checkpoint_is_written_over(tmp_path: Path) -
     require_true(tmp_path / "step-7")
 
 
+def test_nothing_is_written_over_once_the_folder_is_another_runs(tmp_path: Path) -> None:
+    save(tmp_path / "step-7", {"w": torch.zeros(3)})
+    before = sorted(os.listdir(tmp_path / "step-7"))
+    late = DurableFileSystemWriter(str(tmp_path / "step-7"))
+
+    def refuse() -> None:
+        raise RuntimeError("it is another run's")
+
+    late.commit_only_if(refuse)
+    with pytest.raises(torch_dcp.CheckpointException, match="another run's"):
+        save(tmp_path / "step-7", {"w": torch.ones(3)}, late)
+    assert sorted(os.listdir(tmp_path / "step-7")) == before
+    require_true(tmp_path / "step-7")
+
+
 def test_what_is_written_over_is_no_checkpoint_while_that_lasts(tmp_path: Path) -> None:
     class Failing(DurableFileSystemWriter):
         def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -236,14 +251,14 @@ def test_an_orphan_takes_nothing_away_that_may_be_of_another_run(
 
     def require_trainer() -> None:
         asked.append(sorted(os.listdir(tmp_path / "step-7")))
-        if len(asked) > 1:
+        if len(asked) > 2:
             raise RuntimeError("the trainer has ended")
 
     writer.commit_only_if(require_trainer)
     with renamed_in_spite_of(OSError(5, "Input/output error")):
         with pytest.raises(torch_dcp.CheckpointException, match="Input/output"):
             save(tmp_path / "step-7", {"w": torch.ones(3)}, writer)
-    assert len(asked) == 2
+    assert len(asked) == 3  # before anything is written over, before the name, and now
     require_true(tmp_path / "step-7")
     assert "the trainer has ended" in caplog.text and "step-7" in caplog.text
 

@@ -183,6 +183,23 @@ def test_one_without_a_manifest_is_gone_on_from_until_its_step_is_saved_again_an
 
 
 @of_each_manager
+def test_what_waits_is_not_pushed_out_by_a_save_of_its_step_that_nobody_has_called_complete(
+    tmp_path: Path, way: Way
+) -> None:
+    folder = trained(tmp_path, way, 1)
+    shutil.copytree(folder / "step-1", folder / "replaced/step-1")
+    (folder / "step-1/manifest.json").unlink()  # killed right before that
+    with disk.using(RefusingDisk("step-1")):
+        run = build_run(tmp_path, **way.settings)
+        assert run.manager.load()
+        with pytest.raises(CheckpointSaveError):
+            run.manager.save(1)
+        run.manager.close()
+    assert run.manager.newest_checkpoint() == str(folder / "replaced/step-1")
+    assert (folder / "replaced/step-1/manifest.json").exists()
+
+
+@of_each_manager
 @pytest.mark.parametrize("is_empty", [False, True], ids=["half", "all but the directory"])
 def test_what_was_being_deleted_is_not_kept_by_a_run_that_goes_back(
     tmp_path: Path, way: Way, is_empty: bool

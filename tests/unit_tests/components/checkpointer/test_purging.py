@@ -282,7 +282,9 @@ def test_what_another_program_saved_is_kept_when_its_step_is_saved_again() -> No
     storage = folder_of("step-10")
     manager = ready(storage, loaded=10)
     make_ready(manager, 10)
-    assert storage.isdir("/run/replaced/step-10"), "until the new one is complete it is all there is"
+    assert storage.isdir(
+        "/run/replaced/step-10"
+    ), "until the new one is complete it is all there is"
     saved(storage, "/run/step-10")
     make_ready(manager, 20)
     assert storage.listdir("/run/superseded") == ["step-10"]
