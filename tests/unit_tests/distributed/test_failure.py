@@ -98,6 +98,20 @@ def test_of_ranks_that_left_no_word_those_are_named_that_were_killed(
     assert last_words(ChildFailedError("train", failures)) == words
 
 
+def test_of_ranks_that_left_no_word_and_were_not_killed_the_one_that_failed_first_is_named() -> (
+    None
+):
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=rank + 1, error_file="")
+        for rank in (2, 0, 1)
+    }
+    for rank, seconds in ((0, 30), (1, 20), (2, 20)):
+        failures[rank].timestamp = seconds
+    assert last_words(ChildFailedError("train", failures)).startswith(
+        "rank 2 failed with exit code 3"
+    )
+
+
 def test_a_disk_that_takes_no_word_for_the_launcher_hides_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
