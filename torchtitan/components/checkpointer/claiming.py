@@ -1,8 +1,9 @@
 """Claim the folder of a run, so that no other run writes there while this one lives.
 
 A run claims its folder before it loads, or else before its first save, and makes it for that: of two
-that begin in a new one, the second is to be refused before it has trained. A run that never saves leaves
-no folder: what was made goes with the claim, if it is empty then. One that only loads claims nothing.
+that begin in a new one, the second is to be refused before it has trained. A run that ends in order and
+has never saved leaves no folder: what was made goes with the claim, if it is empty then. One that only
+loads claims nothing.
 Rank 0 holds the lock. Where its last holder ran on another machine, the ranks there say whether it is
 dead: after a restart, rank 0 need not be where it was.
 

@@ -100,8 +100,8 @@ class LocalLockFile:
         with self._made_folder():
             try:
                 return self._create(content)
-            except FileNotFoundError:
-                if filesystem.isdir(self._folder):
+            except OSError as error:
+                if error.errno not in _GONE or filesystem.isdir(self._folder):
                     raise
                 # Whoever had made it has saved nothing, and has just taken it away with the lock.
                 return False
