@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, Shard
-from torchtitan.components.checkpointer.dcp_writer import CopyingStager, DurableFileSystemWriter
+from torchtitan.components.checkpointer.dcp_writer import (
+    CommittingFileSystem,
+    CopyingStager,
+    DurableFileSystemWriter,
+)
 from torchtitan.components.checkpointer.errors import cause_of
 from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
 from torchtitan.tools import disk
@@ -202,7 +205,7 @@ def test_the_error_of_the_disk_is_raised_and_not_what_torch_makes_of_it(tmp_path
     assert "No space left" in cause_of(failed.value)
 
 
-class _FullFileSystem(FileSystem):
+class _FullFileSystem(CommittingFileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
         with super().create_stream(path, mode) as stream:
