@@ -1,4 +1,4 @@
-"""What the tests with real processes share: seeds that can be set, and the states that a run goes through.
+"""What the crash tests share: seeds that can be set, the states that a run goes through, one rank.
 
 KILLS_SEED=7 repeats one seed, and KILLS_SEED=100-149 tries fifty others.
 """

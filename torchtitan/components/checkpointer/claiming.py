@@ -3,9 +3,8 @@
 A run claims its folder before it loads, or else before its first save, and makes it for that: of two
 that begin in a new one, the second is to be refused before it has trained. A run that ends in order and
 has never saved leaves no folder: what was made goes with the claim, if it is empty then. One that only
-loads claims nothing.
-Rank 0 holds the lock. Where its last holder ran on another machine, the ranks there say whether it is
-dead: after a restart, rank 0 need not be where it was.
+loads claims nothing. Rank 0 holds the lock. Where its last holder ran on another machine, the ranks there
+say whether it is dead: after a restart, rank 0 need not be where it was.
 
     base.load, base.save -> _claim_folder -> run_lock.hold (rank 0)
     _make_ready -> _require_claim                             base.close -> _release_claim

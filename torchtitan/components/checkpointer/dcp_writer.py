@@ -82,10 +82,10 @@ class _Open:
 
 
 def _made(path: str) -> BinaryIO:
-    """A new file. Never one that is there, since the folder of a save is made for it.
+    """A new file. The folder of a save is made for it, so one that is there is a later run's.
 
-    What is in there by now is of a run that goes on without the one of this rank, whose disk had not
-    answered for long. The lock of the folder knows nothing of that: it is rank 0 that holds it.
+    This rank is then one of a run that is over, and has waited for its disk since; the later run may have
+    called that file part of a checkpoint. The lock of the folder is held by rank 0, and stops no other rank.
 
     Raises:
         FileExistsError: says what it may come from.
@@ -200,12 +200,8 @@ class DurableFileSystemWriter(FileSystemWriter):
         # By now the directory may be another run's, which has gone on without this one.
         self._committing_fs().require_may_commit()
         folder = os.fspath(self.path)
-        for name in (
-            MANIFEST,
-            MARKER,
-            f"{MARKER}.tmp",
-            *sorted(glob(f"*{DEFAULT_SUFFIX}", root_dir=folder)),
-        ):
+        data = sorted(glob(f"*{DEFAULT_SUFFIX}", root_dir=folder))
+        for name in (MANIFEST, MARKER, f"{MARKER}.tmp", *data):
             filesystem.remove_file(f"{folder}/{name}")
         return super().prepare_global_plan(plans)
 

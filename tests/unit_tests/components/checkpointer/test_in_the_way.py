@@ -180,6 +180,22 @@ def test_a_file_in_the_place_of_a_checkpoint_is_put_aside_and_the_step_is_saved(
         assert f"{folder}/step-2 was a file, in the place of a checkpoint" in caplog.text
 
 
+@over(DISABLED, TC_WAITING)
+def test_a_file_in_the_place_of_what_waits_is_put_aside_and_that_gets_its_name_back(
+    tmp_path: Path, way: Way
+) -> None:
+    folder = saved(tmp_path, way, 2)
+    (folder / "replaced").mkdir()
+    (folder / "step-2").rename(folder / "replaced/step-2")
+    (folder / "step-2").write_text("notes")
+    run = another(tmp_path, way)
+    assert run.manager.load() and run.step == 2
+    run.train(3)
+    run.manager.close()
+    assert way.complete(tmp_path) == ["step-1", "step-2", "step-3"]
+    assert (folder / "superseded/step-2").read_text() == "notes"
+
+
 def test_an_error_of_the_disk_is_told_with_its_path() -> None:
     error = FileExistsError(errno.EEXIST, "File exists", "/run/superseded")
     assert "File exists: '/run/superseded'" in cause_of(error)

@@ -252,8 +252,9 @@ def test_a_folder_that_was_made_for_the_file_goes_with_it_unless_it_holds_someth
 
 
 @DISKS
+@pytest.mark.parametrize("is_stale", [False, True], ids=["here", "by another machine"])
 def test_who_comes_when_the_folder_is_just_taken_away_makes_it_anew(
-    tmp_path: Path, disk: Disk
+    tmp_path: Path, disk: Disk, is_stale: bool
 ) -> None:
     folder = tmp_path / "run"
     first, second = of_a_folder(folder), of_a_folder(folder)
@@ -262,6 +263,8 @@ def test_who_comes_when_the_folder_is_just_taken_away_makes_it_anew(
         def create(self, path: str, **options: Any) -> BinaryIO:
             if folder.exists() and first._own is not None:
                 first.remove()
+                if is_stale:
+                    raise OSError(errno.ESTALE, "Stale file handle", path)
             return super().create(path, **options)
 
     with disk():
