@@ -38,7 +38,7 @@ from torchtitan.components.checkpointer.integrity.verification import Verificati
 from torchtitan.components.checkpointer.modes import AsyncMode, SaveDone
 from torchtitan.components.checkpointer.pinned import means
 from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager as DefaultStager
-from torchtitan.components.checkpointer.saving import SavingManager
+from torchtitan.components.checkpointer.saving import Due, SavingManager
 from torchtitan.components.checkpointer.source import Source
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
@@ -278,10 +278,10 @@ class CheckpointManager(SavingManager):
             self.async_mode = self._pinned_session().prewarm(self._flattened_model_states_sd)
 
     def _settle(
-        self, asked: str, earlier: CheckpointSaveError | None, curr_step: int, last_step: bool
+        self, save: Due, earlier: CheckpointSaveError | None, captured: None
     ) -> tuple[Verdict, None]:
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
-            state_of = None if last_step else self._flattened_model_states_sd
+            state_of = None if save.is_last else self._flattened_model_states_sd
             verdict = self._pinned_session().settle(earlier, state_of)
             if not verdict.can_stage:
                 self.async_mode = AsyncMode.DISABLED
@@ -294,16 +294,13 @@ class CheckpointManager(SavingManager):
         # Without either, no save is ever in flight, and DCP has told all ranks of what failed.
         return Verdict(earlier, can_stage=self._is_async), None
 
-    def _write(self, checkpoint_id: str, payload: None, curr_step: int, last_step: bool) -> None:
-        assert self._report is not None
-        if last_step:
-            self._save_last_step(curr_step)
-        else:
-            self._dispatch(checkpoint_id)
-        if self.save_future is None:
-            self._report.completed_now()
+    def _write(self, save: Due, payload: None) -> "Future[Any] | None":
+        if not save.is_last:
+            return self._dispatch(save.path)
+        self._save_last_step(save.step)
+        return None
 
-    def _dispatch(self, checkpoint_id: str) -> None:
+    def _dispatch(self, checkpoint_id: str) -> "Future[Any] | None":
         if self._is_async:
             GarbageCollection.collect("before staging a checkpoint")
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -320,11 +317,8 @@ class CheckpointManager(SavingManager):
         )
         if isinstance(result, AsyncSaveResponse):
             self.staging_future = result.staging_completion
-            self.save_future = result.upload_completion
-        else:
-            self.save_future = result
-        if self.save_future is not None and self._report is not None:
-            self._report.follow(self.save_future)
+            return result.upload_completion
+        return result
 
     def _save_last_step(self, curr_step: int) -> None:
         checkpoint_id = self._create_checkpoint_id(curr_step)

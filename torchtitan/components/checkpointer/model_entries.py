@@ -24,6 +24,8 @@ class Found:
     parameters: list[torch.Tensor] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
     """Also those that are not saved."""
+    asked: set[int] = field(default_factory=set)
+    """The hooks that were called, by their address."""
 
 
 def look_into(part: nn.Module) -> Found:
@@ -44,37 +46,49 @@ def _walk(module: nn.Module, prefix: str, found: Found) -> bool:
     """Add what ``state_dict`` of torch would, in its order; False if other code has a say in it."""
     if module._state_dict_hooks or not _is_of_torch(module):
         return False
+    # Most modules have none of what follows, or not much of it, and a model has hundreds of them.
     for hook in module._state_dict_pre_hooks.values():
-        # Of sharding, and looks at no entry: what a forward pass has left whole is in shards again.
+        if id(hook) in found.asked:
+            continue
+        # Of sharding, and looks at no entry: what a forward pass has left whole is in shards again. One hook
+        # does so for all modules that it was given to.
         if not _is_of_sharding(hook):
             return False
         hook(module, prefix, True)
+        found.asked.add(id(hook))
+    entries = found.entries
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            found.entries[prefix + name] = parameter
+            entries[prefix + name] = parameter
             found.parameters.append(parameter)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             found.buffers.append(buffer)
             if name not in module._non_persistent_buffers_set:
-                found.entries[prefix + name] = buffer
-    return all(
-        child is None or _walk(child, f"{prefix}{name}.", found)
-        for name, child in module._modules.items()
-    )
+                entries[prefix + name] = buffer
+    for name, child in module._modules.items():
+        if child is not None and not _walk(child, f"{prefix}{name}.", found):
+            return False
+    return True
 
 
 def _is_of_torch(module: nn.Module) -> bool:
     """Whether the entries of a module are its parameters and buffers, and torch's own code takes them."""
     kind, own = type(module), module.__dict__
     # The object itself may have been given another one than its class has.
-    return all(getattr(kind, name) is method and name not in own for name, method in _OF_TORCH)
+    return (
+        kind.state_dict is _STATE_DICT
+        and kind._save_to_state_dict is _SAVE_TO_STATE_DICT
+        and kind.get_extra_state is _GET_EXTRA_STATE
+        and "state_dict" not in own
+        and "_save_to_state_dict" not in own
+        and "get_extra_state" not in own
+    )
 
 
-_OF_TORCH = tuple(
-    (name, getattr(nn.Module, name))
-    for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
-)
+_STATE_DICT = nn.Module.state_dict
+_SAVE_TO_STATE_DICT = nn.Module._save_to_state_dict
+_GET_EXTRA_STATE = nn.Module.get_extra_state
 
 
 def _is_of_sharding(hook: Any) -> bool:

@@ -58,21 +58,38 @@ class Resplittable(Protocol):
 class RandomSource:
     """One random number generator of this process."""
 
-    read: Callable[[], str | bytes]
+    look: Callable[[], Any]
+    """Its state as it is now; what that is nobody changes any more."""
+
+    render: Callable[[Any], str | bytes]
+    """The text or the bytes that are saved of such a state. May run in any thread."""
+
     write: Callable[[Any], None]
     """Raises for a state that it cannot take."""
 
     seed: Callable[[int], Any]
     """Start anew from 64 bits."""
 
+    def read(self) -> str | bytes:
+        """What is saved of its state as it is now."""
+        return self.render(self.look())
+
 
 def generators_of(device: torch.device) -> dict[str, RandomSource]:
     """The global generators of a rank that computes on ``device``, by name."""
     found = {
-        "python": RandomSource(read=_read_python, write=_write_python, seed=random.seed),
-        "numpy": RandomSource(read=_read_numpy, write=_write_numpy, seed=_seed_numpy),
+        "python": RandomSource(
+            look=random.getstate, render=json.dumps, write=_write_python, seed=random.seed
+        ),
+        "numpy": RandomSource(
+            look=lambda: np.random.get_state(legacy=False),
+            render=_render_numpy,
+            write=_write_numpy,
+            seed=_seed_numpy,
+        ),
         "torch": RandomSource(
-            read=lambda: _as_bytes(torch.get_rng_state()),
+            look=torch.get_rng_state,
+            render=_as_bytes,
             write=lambda state: torch.set_rng_state(_as_tensor(state)),
             # Not torch.manual_seed: that seeds the accelerators as well.
             seed=torch.default_generator.manual_seed,
@@ -81,7 +98,8 @@ def generators_of(device: torch.device) -> dict[str, RandomSource]:
     if device.type != "cpu":
         # DTensor draws from this generator as well; it has none of its own.
         found[device.type] = RandomSource(
-            read=lambda: _as_bytes(device_module.get_rng_state(device)),
+            look=lambda: device_module.get_rng_state(device),
+            render=_as_bytes,
             write=lambda state: device_module.set_rng_state(_as_tensor(state), device),
             seed=device_module.manual_seed,
         )
@@ -100,17 +118,12 @@ def preserved_generators(device: torch.device) -> Generator[None]:
             generator.write(states[name])
 
 
-def _read_python() -> str:
-    return json.dumps(random.getstate())
-
-
 def _write_python(state: str) -> None:
     version, words, gauss = json.loads(state)
     random.setstate((version, tuple(words), gauss))
 
 
-def _read_numpy() -> str:
-    state = np.random.get_state(legacy=False)
+def _render_numpy(state: Any) -> str:
     return json.dumps(state, default=lambda array: array.tolist())  # arrays and numpy's numbers
 
 
@@ -177,9 +190,31 @@ class RankState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """The generators and the registered states as they are now."""
-        own: dict[str, Any] = {name: item.read() for name, item in self._generators.items()}
-        own |= {name: state.state_dict() for name, state in self._registered.items()}
-        return {_WORLD_SIZE: self._world_size, _LAYOUT: {self._layout: 1}, _key(self._rank): own}
+        registered = {name: state.state_dict() for name, state in self._registered.items()}
+        return self._put_together(self._seen(), registered)
+
+    def state_dict_later(self) -> Callable[[], dict[str, Any]] | None:
+        """What ``state_dict`` would give now, to be put together by another thread.
+
+        None where something is registered, which is to be asked at once.
+        """
+        seen = self._seen()
+        return None if self._registered else lambda: self._put_together(seen, {})
+
+    def _seen(self) -> dict[str, Any]:
+        return {name: source.look() for name, source in self._generators.items()}
+
+    def _put_together(
+        self, seen: Mapping[str, Any], registered: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        own: dict[str, Any] = {
+            name: self._generators[name].render(state) for name, state in seen.items()
+        }
+        return {
+            _WORLD_SIZE: self._world_size,
+            _LAYOUT: {self._layout: 1},
+            _key(self._rank): {**own, **registered},
+        }
 
     def load_template(self, saved: Outline) -> dict[str, Any]:
         """Places for what this rank restores or derives from; most of the other ranks' stays unread."""

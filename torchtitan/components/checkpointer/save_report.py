@@ -65,9 +65,7 @@ class SaveReport:
         self._dispatched_at = time.monotonic()
 
     def follow(self, future: "Future[Any]") -> None:
-        """The training thread goes on from here; report when ``future`` is done."""
-        # First, because a save that is done already reports from within the next line.
-        self.handed_over()
+        """Report when ``future`` is done, which may be at once."""
         future.add_done_callback(self.completed)
 
     def handed_over(self) -> None:
@@ -104,6 +102,7 @@ class SaveReport:
 
     def completed_now(self) -> None:
         """Report a save that the training thread waited for."""
+        self._reported = True
         self._succeeded("sync")
 
     def _succeeded(self, mode: str) -> None:

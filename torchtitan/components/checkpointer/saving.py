@@ -4,13 +4,16 @@ Training goes on beside a save, so how it ended is known only later: looked for 
 waiting, waited for before the next save, and there agreed on by all ranks before one of them begins.
 
     step without a save -> has the one in flight failed? -> prewarm
-    step with a save    -> wait for it -> _settle (all ranks agree) -> failures.py: does the run go on?
-                                       -> _make_ready -> _write -> durable, or in flight
+    step with a save    -> wait for it -> _carry_out: _settle (all ranks agree) -> failures.py: does the run
+                                            go on? -> _make_ready -> _write -> durable, or in flight
+                                       -> or, where the state can be _captured: a thread does so, see
+                                          beginning.py, until it is joined
 """
 
 import time
 from abc import abstractmethod
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpointer.agreement import gather
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.checkpointer.beginning import Beginning, NotBegunError
 from torchtitan.components.checkpointer.endings import Verdict
 from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
@@ -28,10 +32,28 @@ from torchtitan.components.checkpointer.in_flight import failure_of, saving, tol
 from torchtitan.components.checkpointer.pinned.meeting import OtherRankFailedError
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.storage import MovingStorage
+from torchtitan.components.checkpointer.waiting import WaitExpiredError
 from torchtitan.distributed.failure import is_echo
 from torchtitan.distributed.utils import patience
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
+
+
+@dataclass
+class Due:
+    """One that is due."""
+
+    step: int
+    path: str
+    is_last: bool
+    due_at: float = field(default_factory=time.monotonic)
+    in_flight: "Future[Any] | None" = None
+    """What ends when it is durable; None as long as it has not begun, and for one that is over."""
+
+    @property
+    def asked(self) -> str:
+        """Begins the error that tells what failed."""
+        return saving(self.step, self.path)
 
 
 class SavingManager(BaseCheckpointManager):
@@ -44,6 +66,15 @@ class SavingManager(BaseCheckpointManager):
     _settling_group: "dist.ProcessGroup | None" = None
     """Where the training threads meet before a save, even while another one is still in the background."""
 
+    _beginning: Beginning | None = None
+    """A save that a thread begins, and which nobody has joined yet."""
+
+    _not_begun: int | None = None
+    """The step of the last save that such a thread has not begun in the end."""
+
+    _refused: Exception | None = None
+    """Why not, if the run is to end with it."""
+
     def __init__(
         self,
         config: BaseCheckpointManager.Config,
@@ -55,6 +86,7 @@ class SavingManager(BaseCheckpointManager):
         super().__init__(config, storage=storage, base_folder=base_folder, sd_adapter=sd_adapter)
         if self.enable:
             self._gave_up = False
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-beginning")
             self._failed = FailedSaves(
                 goes_on=self.on_save_failure == "warn", limit=self.max_failed_saves
             )
@@ -69,25 +101,29 @@ class SavingManager(BaseCheckpointManager):
 
     @abstractmethod
     def _settle(
-        self, asked: str, earlier: CheckpointSaveError | None, curr_step: int, last_step: bool
+        self, save: Due, earlier: CheckpointSaveError | None, captured: Any | None
     ) -> tuple[Verdict, Any]:
         """Agree with all ranks how the previous save ended, and take what this one needs. Collective.
 
         Args:
-            asked: begins the error that tells what failed.
             earlier: how it ended on this rank.
+            captured: what ``_captured`` has given, if a thread begins this one beside training.
 
         Returns:
             What all ranks have agreed on, and what ``_write`` gets to write.
         """
 
     @abstractmethod
-    def _write(self, checkpoint_id: str, payload: Any, curr_step: int, last_step: bool) -> None:
-        """Write, or begin to and leave the rest to ``save_future``; ``_report`` follows it. Collective."""
+    def _write(self, save: Due, payload: Any) -> "Future[Any] | None":
+        """Write, or begin to: then what ends when it is durable. Collective."""
 
     @property
     @abstractmethod
     def _is_async(self) -> bool: ...
+
+    def _captured(self) -> Any | None:
+        """The state as it is now, for a save that a thread begins; None where training has to do that."""
+        return None
 
     def _save(self, curr_step: int, last_step: bool) -> bool:
         if not self._should_save(curr_step, last_step):
@@ -96,42 +132,118 @@ class SavingManager(BaseCheckpointManager):
                 self._look_ahead(curr_step)
             return False
         sl.add_step_tag("checkpoint_save")
-        due_at, limit_seconds = time.monotonic(), self.timeout_seconds
-        checkpoint_id = self._create_checkpoint_id(curr_step)
-        asked = saving(curr_step, checkpoint_id)
+        save = Due(curr_step, self._create_checkpoint_id(curr_step), last_step)
+        refused = self._take_refused(but_agreed_on=last_step)
         earlier = self._end_of_previous()
+        if earlier is None and not last_step and (captured := self._captured()) is not None:
+            self._begin_beside_training(save, captured)
+            return True
+        with patience(timedelta(seconds=self.timeout_seconds)):
+            has_begun, ending = self._carry_out(save, earlier, None)
+        ending = refused or ending
+        if has_begun and last_step and ending is not None and self._failed.goes_on:
+            logger.warning(f"{ending} The last save is complete.")
+            ending = None
+        if ending is not None:
+            raise ending
+        return has_begun
+
+    def _begin_beside_training(self, save: Due, captured: Any) -> None:
+        self._report = self._report_of(save)
+
+        def begin() -> "Future[Any] | None":
+            has_begun, ending = self._carry_out(save, None, captured)
+            if ending is not None:
+                raise ending
+            if not has_begun:
+                raise NotBegunError(f"{save.asked} was given up.")
+            return save.in_flight
+
+        # First, because the save may be over before the next line is.
+        self._report.handed_over()
+        self._beginning = Beginning(begin, self._executor)
+        self.save_future = self._beginning.durable
+
+    def _carry_out(
+        self, save: Due, earlier: CheckpointSaveError | None, captured: Any | None
+    ) -> tuple[bool, CheckpointSaveError | None]:
+        """Settle how the previous save ended and begin this one. Collective.
+
+        Args:
+            earlier: how it ended on this rank.
+            captured: what this one saves, in a thread beside training; None is the state as it is.
+
+        Returns:
+            Whether it has begun, and what the run is to end with.
+        """
         try:
-            with (
-                told_as_save_error(asked, limit_seconds, earlier, folder=self.folder),
-                patience(timedelta(seconds=limit_seconds)),
-            ):
-                verdict, payload = self._settle(asked, earlier, curr_step, last_step)
+            with told_as_save_error(save.asked, self.timeout_seconds, earlier, folder=self.folder):
+                verdict, payload = self._settle(save, earlier, captured)
                 is_late = isinstance(verdict.failure, CheckpointSaveTimeoutError)
                 ending = self._failed.settled(
                     verdict.failure, is_excused=verdict.is_excused, newest_step=self._newest_step()
                 )
                 # After the last step the last chance to keep the work comes first; but nothing begins
                 # beside a save that may still be running.
-                may_begin = (ending is None or last_step) and not is_late
+                may_begin = (ending is None or save.is_last) and not is_late
                 if may_begin:
-                    self._begin(checkpoint_id, payload, curr_step, last_step, due_at)
+                    self._begin(save, payload, is_beside=captured is not None)
         except CheckpointSaveError as failure:
             ending = failure
-            if not last_step and not is_out_of_step(failure):
+            if not save.is_last and not is_out_of_step(failure):
                 ending = self._failed.failed(failure, newest_step=self._newest_step())
-            if ending is not None:
-                if self._failed.unsettled is not None:  # told with it
-                    self._failed.unsettled.was_raised = True
-                raise ending
-            return False
-        if not may_begin and last_step:
+            if ending is not None and self._failed.unsettled is not None:  # told with it
+                self._failed.unsettled.was_raised = True
+            return False, ending
+        if not may_begin and save.is_last:
             ending = ending or verdict.failure
-        elif last_step and ending is not None and self._failed.goes_on:
-            logger.warning(f"{ending} The last save is complete.")
-            ending = None
-        if ending is not None:
-            raise ending
-        return may_begin
+        return may_begin, ending
+
+    def _join(self) -> None:
+        """Wait for the thread that begins a save, and let that save be as any other from here on.
+
+        Raises:
+            CheckpointSaveTimeoutError: it is not through within the limit.
+        """
+        beginning, report = self._beginning, self._report
+        if beginning is None or report is None:
+            return
+        limit_seconds = self.timeout_seconds
+        with told_as_save_error(saving(report.step, report.path), limit_seconds):
+            try:
+                # Given up once, it is not waited for as long again.
+                beginning.join(0 if self._gave_up else limit_seconds)
+            except WaitExpiredError:
+                self._gave_up = True
+                raise
+        self._beginning = self.save_future = None
+        self._gave_up = False
+        try:
+            self.save_future = beginning.result()
+        except NotBegunError:
+            self._not_begun = report.step
+        except Exception as error:
+            self._not_begun, self._refused = report.step, error
+            self.save_future = beginning.durable  # which tells the same, until somebody is told
+
+    def _take_refused(self, *, but_agreed_on: bool = False) -> CheckpointSaveError | None:
+        """Raise what the thread has found that begins saves, if the run is to end with it.
+
+        Returns:
+            That, if it is asked for, where all ranks have agreed on it and stand at one place.
+        """
+        self._join()
+        refused, self._refused = self._refused, None
+        if refused is None:
+            return None
+        self.save_future = None
+        if (
+            but_agreed_on
+            and isinstance(refused, CheckpointSaveError)
+            and not is_out_of_step(refused)
+        ):
+            return refused
+        raise refused
 
     def _look_ahead(self, curr_step: int) -> None:
         asked = f"Preparing after step {curr_step} for saves into {self.folder}"
@@ -158,6 +270,9 @@ class SavingManager(BaseCheckpointManager):
 
         After a step, and not in the middle of one: its save, which may be the last, would not be tried.
         """
+        if self._beginning is not None and not self._beginning.is_over:
+            return
+        self._take_refused()
         future = self.save_future
         # What only answers like a future is asked before the next save.
         if not isinstance(future, Future) or not future.done():
@@ -171,6 +286,9 @@ class SavingManager(BaseCheckpointManager):
             raise ending
 
     def _has_lost(self, step: int) -> bool:
+        self._join()
+        if self._not_begun == step:
+            return True  # as on all ranks
         if not self._failed.is_open or self._report is None or self._report.step != step:
             return False
         return any(gather(self._end_of_previous() is not None, self._settling_group))
@@ -178,29 +296,36 @@ class SavingManager(BaseCheckpointManager):
     def _newest_step(self) -> int | None:
         return None if self.newest_good is None else self.newest_good[0]
 
-    def _begin(
-        self, checkpoint_id: str, payload: Any, curr_step: int, last_step: bool, due_at: float
-    ) -> None:
-        is_background = self._is_async and not last_step
-        self._report = SaveReport(
-            curr_step,
-            checkpoint_id,
+    def _report_of(self, save: Due) -> SaveReport:
+        return SaveReport(
+            save.step,
+            save.path,
             self._storage,
-            background=is_background,
+            background=self._is_async and not save.is_last,
             is_speaker=not dist.is_initialized() or dist.get_rank() == 0,
-            due_at=due_at,
+            due_at=save.due_at,
             backend=self.BACKEND_IN_TRACES,
         )
+
+    def _begin(self, save: Due, payload: Any, *, is_beside: bool) -> None:
+        report = self._report
+        if report is None or not is_beside:
+            report = self._report = self._report_of(save)
         # Nothing expires with the last save: no later one needs the space.
-        self._make_ready(checkpoint_id, self.pg, with_retention=not last_step)
-        self._report.dispatched()
-        self._doubtful |= {checkpoint_id}
-        self._write(checkpoint_id, payload, curr_step, last_step)
-        if self.save_future is None:
-            self._doubtful -= {checkpoint_id}
+        self._make_ready(save.path, self.pg, with_retention=not save.is_last)
+        report.dispatched()
+        self._doubtful |= {save.path}
+        save.in_flight = self._write(save, payload)
+        if not is_beside:
+            self.save_future = save.in_flight
+            report.handed_over()
+        if save.in_flight is None:
+            self._doubtful -= {save.path}
             self._failed.succeeded()
+            report.completed_now()
         else:
             self._failed.is_open = True
+            report.follow(save.in_flight)
 
 
 def is_out_of_step(failure: CheckpointSaveError) -> bool:

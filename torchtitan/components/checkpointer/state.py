@@ -6,8 +6,8 @@ else lies under its state key. That layout is what makes a checkpoint readable b
     ModelWrapper.state_dict (model_entries.py) -> flatten_states -> the dict that a backend writes or fills
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,11 @@ LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
 RANK_STATE = "rank_state"
+
+Name = TypeVar("Name")
+
+COPIED_AT_ONCE_BYTES = 1 << 20
+"""More than that training does not copy a second time, where only a copy would let it go on."""
 
 
 class ModelWrapper(Stateful):
@@ -38,6 +43,7 @@ class ModelWrapper(Stateful):
         self.parameters: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         """All of the model's as they were when its entries were last taken, saved or not."""
+        self._still: dict[str, torch.Tensor] = {}
         self._refresh()
 
     def _get_state_dict(self) -> dict[str, Any]:
@@ -60,7 +66,10 @@ class ModelWrapper(Stateful):
         return merged, own
 
     def _refresh(self) -> None:
-        fresh, own = self._look()
+        self._take_over(*self._look())
+
+    def _take_over(self, fresh: Mapping[str, Any], own: Set[str]) -> None:
+        """Let the cached entries be the ``fresh`` ones, of which ``own`` are the model's own tensors."""
         for gone in self.cached_state_dict.keys() - fresh.keys():
             del self.cached_state_dict[gone]
         changed = {
@@ -87,6 +96,28 @@ class ModelWrapper(Stateful):
         """The merged entries; the same dict and the same storages on every call."""
         self._refresh()
         return self.cached_state_dict
+
+    @torch.no_grad()
+    def state_dict_later(self) -> Callable[[], dict[str, Any]] | None:
+        """What ``state_dict`` would give now, to be put together by another thread before the next update.
+
+        None where only asking the model at once would do: entries are computed by other code than torch's,
+        or much of it changes in a forward pass.
+        """
+        fresh, own = self._look()
+        if len(own) < len(fresh):
+            return None
+        names = _inside(fresh, self.buffers)
+        if sum(local_part(fresh[name]).nbytes for name in names) > COPIED_AT_ONCE_BYTES:
+            return None
+        self._still = kept = copies_of({name: fresh[name] for name in names}, self._still)
+
+        def put_together() -> dict[str, Any]:
+            with torch.no_grad():
+                self._take_over(fresh, own)
+            return self.cached_state_dict | kept
+
+        return put_together
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -133,6 +164,22 @@ def _place(tensor: Any) -> tuple[int, int]:
     return local.untyped_storage().data_ptr(), int(local.storage_offset())
 
 
+def _inside(tensors: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> list[str]:
+    """The names of those that lie in the memory of one of the ``others``."""
+    memories = [_elements(other).untyped_storage() for other in others]
+    ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in memories]
+    if not ranges:
+        return []
+    # Training waits for this, and nearly always none of them does.
+    lowest, highest = min(begin for begin, _ in ranges), max(end for _, end in ranges)
+    found = []
+    for name, tensor in tensors.items():
+        address = _elements(tensor).data_ptr()
+        if lowest <= address < highest and any(begin <= address < end for begin, end in ranges):
+            found.append(name)
+    return found
+
+
 def _same_view(cached: Any, fresh: Any) -> bool:
     """Whether both look at the same elements of the same memory."""
     if not _both_tensors(cached, fresh):
@@ -148,6 +195,26 @@ def _same_view(cached: Any, fresh: Any) -> bool:
         and ours.device == theirs.device
         and _same_spec(cached, fresh)
     )
+
+
+def copies_of(
+    tensors: Mapping[Name, torch.Tensor], earlier: Mapping[Name, torch.Tensor]
+) -> dict[Name, torch.Tensor]:
+    """Copies of ``tensors`` as they are now, in memory of ``earlier`` ones where that fits; tied ones stay so."""
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    copies = {}
+    for name, tensor in tensors.items():
+        view = (_place(tensor), _layout(tensor), tensor.stride())
+        if view not in made:
+            place = earlier.get(name)
+            is_free = not any(place is one for one in made.values())
+            if place is not None and is_free and _layout(place) == _layout(tensor):
+                local_part(place).copy_(local_part(tensor))
+            else:
+                place = tensor.detach().clone()
+            made[view] = place
+        copies[name] = made[view]
+    return copies
 
 
 def _can_receive(cached: Any, fresh: Any, in_use: set[int]) -> bool:

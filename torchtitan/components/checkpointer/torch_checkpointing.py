@@ -4,6 +4,7 @@ Every rank writes its share of the state, one file per item, into ``tmp_step-<n>
 written, rank 0 gives the directory its name. Training waits for nothing but a copy into shared memory,
 and for that only where it is not done when the optimizer wants to step; a process of each rank writes it.
 
+    [_captured: the state is taken, and a thread goes on beside training]
     _settle -> hand_over (the ranks agree on who writes what) -> _write -> Backend.save -> writer process
     last step: _write -> end of the background -> a synchronous Backend.save -> step-<n>
     _load -> _choose_start -> tc/reading.restore -> Backend.load (tensors) -> the states
@@ -13,7 +14,10 @@ Every file is hashed as it is written and checked as it is read (tc/checked_stor
 What of the library is changed, and why, is in tc/library.py; what it is asked for is in tc/defaults.py.
 """
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +37,7 @@ from torchtitan.components.checkpointer.formats import TORCH_CHECKPOINTING
 from torchtitan.components.checkpointer.in_flight import saving, told_as_save_error, wait_for_saving
 from torchtitan.components.checkpointer.integrity.manifest import Head, head_of
 from torchtitan.components.checkpointer.modes import AsyncMode
-from torchtitan.components.checkpointer.saving import SavingManager
+from torchtitan.components.checkpointer.saving import Due, SavingManager
 from torchtitan.components.checkpointer.state import (
     cast_for_export,
     DATALOADER,
@@ -43,6 +47,7 @@ from torchtitan.components.checkpointer.state import (
     OPTIMIZER,
 )
 from torchtitan.components.checkpointer.tc import index
+from torchtitan.components.checkpointer.tc.capture import capture, Captured
 from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.defaults import (
     default_backend_config as _default_backend_config,
@@ -177,30 +182,44 @@ class TorchCheckpointingManager(SavingManager):
     def _is_async(self) -> bool:
         return isinstance(self._manager_config.save, AsyncCheckpointSaverConfig)
 
+    def _captured(self) -> Captured | None:
+        # What is new to the other ranks is seen at the first save, and told by it.
+        if not self._is_async or self._stager is None or not self._manager.metadata.is_agreed_on:
+            return None
+        return capture(self.states, self._stager)
+
     def _settle(
-        self, asked: str, earlier: CheckpointSaveError | None, curr_step: int, last_step: bool
+        self, save: Due, earlier: CheckpointSaveError | None, captured: Captured | None
     ) -> tuple[Verdict, dict[str, Any]]:
-        stamp(curr_step)
-        stager = self._stager if self._is_async and not last_step else None
+        stamp(save.step)
+        stager = self._stager if self._is_async and not save.is_last else None
+        prepare: Prepare | None = None
+        if stager is not None:
+            taken_at = None if captured is None else captured.taken_at
+            prepare = partial(stager.prepare, taken_at=taken_at)
         handed = self._hand_over(
-            asked,
+            save.asked,
             earlier,
-            prepare=None if stager is None else stager.prepare,
-            last_step=last_step,
+            take=partial(self._take, save.is_last) if captured is None else captured.items,
+            prepare=prepare,
         )
         return handed.verdict, handed.payload
 
-    def _write(
-        self, checkpoint_id: str, payload: dict[str, Any], curr_step: int, last_step: bool
-    ) -> None:
-        if last_step:
-            self._announce_last_save(curr_step)
+    def _write(self, save: Due, payload: dict[str, Any]) -> "Future[Any] | None":
+        if save.is_last:
+            self._announce_last_save(save.step)
             self._go_synchronous()
-        is_full = not (last_step and self.last_save_model_only)
-        self._manager.head = self._head_of(curr_step, is_full=is_full)
+        is_full = not (save.is_last and self.last_save_model_only)
+        self._manager.head = self._head_of(save.step, is_full=is_full)
         if self._lock is not None:
             self._manager.may_publish = self._lock.require_ours
-        self._dispatch(checkpoint_id, payload)
+        # Once, and not beside the copy: training waits for it. What this save leaves, the next one collects.
+        if self._is_async:
+            GarbageCollection.collect("before staging a checkpoint")
+        in_flight = self._manager.save(save.path, payload)
+        if in_flight is None:
+            GarbageCollection.collect("after the checkpoint was written")
+        return in_flight
 
     def _take(self, last_step: bool) -> Items:
         if not (last_step and self.last_save_model_only):
@@ -211,20 +230,22 @@ class TorchCheckpointingManager(SavingManager):
 
     def _prewarm(self, asked: str) -> None:
         if not self._prewarmed and self._is_async:
+            self._join()
             self._prewarmed = True
-            self._hand_over(asked, None, prepare=self._manager.prewarm_staging)
+            prepare = self._manager.prewarm_staging
+            self._hand_over(asked, None, take=partial(self._take, False), prepare=prepare)
 
     def _hand_over(
         self,
         asked: str,
         failure: CheckpointSaveError | None,
         *,
+        take: Callable[[], Items],
         prepare: Prepare | None,
-        last_step: bool = False,
     ) -> Handover:
         """What this rank is to write; and how the previous save ended, as all ranks see it."""
         handed = hand_over(
-            lambda: self._take(last_step),
+            take,
             self._manager,
             self._stager if self._is_async else None,
             prepare=prepare,
@@ -264,19 +285,8 @@ class TorchCheckpointingManager(SavingManager):
         backend = TORCH_CHECKPOINTING.backend
         return head_of(curr_step, kind, backend, world_size, self._run)
 
-    def _dispatch(self, checkpoint_id: str, payload: dict[str, Any]) -> None:
-        assert self._report is not None
-        # Once, and not beside the copy: training waits for it. What this save leaves, the next one collects.
-        if self._is_async:
-            GarbageCollection.collect("before staging a checkpoint")
-        self.save_future = self._manager.save(checkpoint_id, payload)
-        if self.save_future is not None:
-            self._report.follow(self.save_future)
-            return
-        self._report.completed_now()
-        GarbageCollection.collect("after the checkpoint was written")
-
     def _load(self, step: int) -> bool:
+        self._join()
         start = self._choose_start(step)
         logger.info(start.line)
         source = start.source
@@ -308,10 +318,12 @@ class TorchCheckpointingManager(SavingManager):
             sl.log_trace_span("checkpoint_wait_staging"),
             self._report.training_waits(),
         ):
+            self._join()
             with self._manager.lock():
                 pass  # It is free as soon as everything is copied.
 
     def _wait_for_saving(self) -> None:
+        self._take_refused()
         wait_for_saving(self, AsyncMode.ASYNC_WITH_PINNED_MEM)
 
     def _close(self) -> None:
@@ -319,6 +331,7 @@ class TorchCheckpointingManager(SavingManager):
             if not self._gave_up:  # which was raised already
                 self.maybe_wait_for_saving()
         finally:
+            self._executor.shutdown(wait=False)
             try:
                 self._stop_purging()
             finally:  # a second Ctrl-C leaves no process behind

@@ -11,7 +11,7 @@ parameter that no optimizer updates would be a silent hole in the training.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -32,6 +32,7 @@ from torchtitan.components.optimizer.checks import (
     unused_names,
 )
 from torchtitan.components.optimizer.utils import (
+    flat_optim_state_later,
     flat_optim_template,
     get_flat_optim_state_dict,
     init_optim_state,
@@ -267,6 +268,11 @@ class OptimizersContainer(Optimizer, Stateful, Configurable, Generic[T]):
         Raises ``ValueError`` when parameters of two model parts have one name.
         """
         return self._merged(get_flat_optim_state_dict(inner) for inner in self._initialized())
+
+    def state_dict_later(self) -> Callable[[], dict[str, Any]]:
+        """What ``state_dict`` would give now, to be put together by another thread before the next step."""
+        taken = [flat_optim_state_later(inner) for inner in self._initialized()]
+        return lambda: self._merged(put_together() for put_together in taken)
 
     def load_template(self, saved: Mapping[str, SavedEntry]) -> dict[str, Any]:
         """The flat dict to fill from a checkpoint that holds ``saved``; errors as ``state_dict``."""

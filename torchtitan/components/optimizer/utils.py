@@ -13,16 +13,19 @@ had a gradient has no state beside others that have, and must have none again af
 invented state its first step would count as its second.
 
     save   init_optim_state -> get_flat_optim_state_dict -> writer
+                            -> flat_optim_state_later: the same, put together by another thread
     load   init_optim_state -> flat_optim_template -> filled in place -> load_flat_optim_state_dict
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 __all__ = [
+    "flat_optim_state_later",
     "flat_optim_template",
     "get_flat_optim_state_dict",
     "init_optim_state",
@@ -76,11 +79,13 @@ def reset_step_counts(optim: Optimizer) -> None:
             param_state["step"].zero_()
 
 
-def get_flat_optim_state_dict(optim: Optimizer) -> dict[str, Any]:
+def get_flat_optim_state_dict(
+    optim: Optimizer, settings: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
     """The flat dict of ``optim``; tensors are the live ones, not copies.
 
-    Raises ``ValueError`` for a group without ``param_names``, ``KeyError`` for state that belongs to
-    no parameter of any group.
+    ``settings`` are those of its groups, in order, if they were taken before. Raises ``ValueError`` for a
+    group without ``param_names``, ``KeyError`` for state that belongs to no parameter of any group.
     """
     fqns = _fqns_in_order(optim)
     numbered = optim.state_dict()
@@ -93,13 +98,44 @@ def get_flat_optim_state_dict(optim: Optimizer) -> dict[str, Any]:
                 "a group: add the parameter to one, or remove its state."
             )
         flat.update(_flatten(f"state.{fqns[param_id]}", param_state))
-    for group in numbered["param_groups"]:
-        settings = [(f".{key}", value) for key, value in group.items() if key not in _IDENTITY_KEYS]
+    if settings is None:
+        settings = [_settings_of(group) for group in numbered["param_groups"]]
+    for group, taken in zip(numbered["param_groups"], settings, strict=True):
+        entries = [(f".{key}", value) for key, value in taken.items()]
         for param_id in group["params"]:
             # More entries than all else in a checkpoint: training waits for each of them.
             begin = f"param_groups.{fqns[param_id]}"
-            flat.update([(begin + end, value) for end, value in settings])
+            flat.update([(begin + end, value) for end, value in entries])
     return flat
+
+
+def flat_optim_state_later(optim: Optimizer) -> Callable[[], dict[str, Any]]:
+    """Take what ``get_flat_optim_state_dict`` would give now; what is returned puts it together.
+
+    That may be called by another thread until the next step of ``optim``. The settings of the groups, which
+    a scheduler changes at other times as well, are those of now. Errors come from either.
+    """
+    if type(optim).state_dict is not Optimizer.state_dict or _has_state_dict_hooks(optim):
+        # Other code than torch's need not bear another thread.
+        flat = {key: _kept(value) for key, value in get_flat_optim_state_dict(optim).items()}
+        return lambda: flat
+    settings = [
+        {key: _kept(value) for key, value in _settings_of(group).items()}
+        for group in optim.param_groups
+    ]
+    return lambda: get_flat_optim_state_dict(optim, settings)
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _IDENTITY_KEYS}
+
+
+def _kept(value: Any) -> Any:
+    return value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _has_state_dict_hooks(optim: Optimizer) -> bool:
+    return bool(optim._optimizer_state_dict_pre_hooks or optim._optimizer_state_dict_post_hooks)
 
 
 def flat_optim_template(optim: Optimizer, saved: Mapping[str, SavedEntry]) -> dict[str, Any]:
@@ -119,7 +155,7 @@ def flat_optim_template(optim: Optimizer, saved: Mapping[str, SavedEntry]) -> di
         # Frozen since the optimizer was built, so that nothing has created state for it here.
         template |= live or {key: _room_for(saved[key], param) for key in saved_keys[fqn]}
     for group in optim.param_groups:
-        settings = {key: value for key, value in group.items() if key not in _IDENTITY_KEYS}
+        settings = _settings_of(group)
         for fqn in _with_settings(group, saved) or group["param_names"]:
             template |= {f"param_groups.{fqn}.{key}": value for key, value in settings.items()}
     return template

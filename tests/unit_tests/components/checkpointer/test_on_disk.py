@@ -182,7 +182,7 @@ def test_a_step_that_is_saved_again_stays_until_the_new_one_is_complete(
 
     with patch.object(run.manager, "_make_ready", noted):
         assert run.manager.save(1) is True
-    run.manager.close()
+        run.manager.close()
     assert seen == [(["replaced"], True)]
     assert names(tmp_path) == ["step-1"]
 

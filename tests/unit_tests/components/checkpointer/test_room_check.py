@@ -291,7 +291,7 @@ def test_what_a_failed_save_has_left_goes_before_room_is_asked_for_though_all_is
 
     with patch.object(run.manager._storage, "free_bytes", note):
         run.train(run.step + 1)
-    run.manager.close()
+        run.manager.close()
     assert left == [["step-1", "step-77"]]
     assert names(tmp_path) == ["step-1", f"step-{run.step}", "step-77"]
 

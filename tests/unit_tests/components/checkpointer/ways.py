@@ -44,6 +44,9 @@ class Way:
     has_writer: bool = False
     """A process of its own writes, and stages beside training."""
 
+    begins_beside_training: bool = False
+    """From the second save on a thread begins it; what that finds is told after the next step."""
+
     def __str__(self) -> str:
         return self.name
 
@@ -81,6 +84,7 @@ TC = Way(
     manager=TorchCheckpointingManager,
     is_background=True,
     has_writer=True,
+    begins_beside_training=True,
 )
 TC_WAITING = Way(
     name="torch_checkpointing without shared memory",

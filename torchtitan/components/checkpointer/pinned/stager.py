@@ -49,6 +49,19 @@ _SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class Moment:
+    """When a state was taken that is prepared later, beside training."""
+
+    event: Any
+    """Where the training stream of the device was; None without one."""
+
+    def wait(self) -> None:
+        """Block until the device has computed what the state then was."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+@dataclass(frozen=True)
 class Staged:
     """What lies in the arena, and who writes it."""
 
@@ -99,6 +112,7 @@ class SharedMemoryStager:
         self._arena = Arena()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-staging")
         self._snapshot: Snapshot | None = None
+        self._taken_at: Moment | None = None
         self._prewarms = False
         self._prewarming: Future[None] | None = None
         self._stream = None if self.means.device is None else torch.Stream(self.means.device)
@@ -160,10 +174,17 @@ class SharedMemoryStager:
         """Whether memory has to be taken for what was prepared."""
         return self._snapshot is not None and self._missing_bytes(self._snapshot) > 0
 
-    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+    def moment(self) -> Moment:
+        """Now, in the thread that trains."""
+        return Moment(self._mark())
+
+    def prepare(self, state_dict: Mapping[str, Any], taken_at: Moment | None = None) -> None:
         """Take ``state_dict`` apart for the save that follows, and see whether it can be staged.
 
         Takes no memory yet. Until ``stage`` is called the state must not change.
+
+        Args:
+            taken_at: when it was taken in such a way that only updates change its tensors; None is now.
 
         Raises:
             WaitExpiredError: the memory that ``prewarm`` asked for has not come within the limit.
@@ -172,10 +193,11 @@ class SharedMemoryStager:
             # No shortage, which is for all ranks to settle: they have waited as long by now.
             result_within(self._prewarming, self._timeout.total_seconds())
             self._prewarming = None
-        self._snapshot, self._prewarms = None, False
+        self._snapshot, self._prewarms, self._taken_at = None, False, taken_at
         try:
             values = {key: plain(value) for key, value in state_dict.items()}
-            self._snapshot = take(values, self._find_can_wait(), self._describe_shard)
+            can_wait = self._find_can_wait() if taken_at is None else _everything_can
+            self._snapshot = take(values, can_wait, self._describe_shard)
         except Exception as error:  # of any object in the state; the ranks settle what follows
             self.shortages.append(f"{type(error).__name__}: {error}")
             return
@@ -214,7 +236,7 @@ class SharedMemoryStager:
         try:
             request = self._put_payload(snapshot, request)
             self._copy(snapshot.at_once)
-            begun = self._mark()
+            begun = self._mark() if self._taken_at is None else self._taken_at.event
             return self._executor.submit(self._finish, self._process, request, snapshot, begun)
         except Exception as error:  # travels through the writers, to all ranks
             failed.set_result(_failed(self._process, request, error))
@@ -323,6 +345,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) or not isinstance(value, Stateful):
         return value
     return value.state_dict()
+
+
+def _everything_can(key: str, tensor: torch.Tensor) -> bool:
+    return True
 
 
 def _failed(process: WriterProcess, request: Request, error: Exception) -> Staged:

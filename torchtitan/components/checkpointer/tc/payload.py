@@ -9,7 +9,8 @@ import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,22 @@ def items_of(states: Mapping[str, Any]) -> Items:
         RuntimeError: it cannot be had, or not be saved.
         ValueError: names hide each other.
     """
+    return items_from({key: partial(value_of, key, state) for key, state in states.items()})
+
+
+def value_of(key: str, state: Any) -> Any:
+    """What is saved of the ``state`` of that key."""
+    value = state.state_dict() if isinstance(state, Stateful) else state
+    return value if key in (MODEL, OPTIMIZER) else encode(value)
+
+
+def items_from(found: Mapping[str, Callable[[], Any]]) -> Items:
+    """As ``items_of``, of what ``value_of`` gives, or a function in its place."""
     values: dict[str, Any] = {}
     digests: dict[str, bytes | None] = {}
     tensors: dict[Nested, torch.Tensor] = {}
-    for key, state in states.items():
-        values[key], digests[key] = _item(key, state, tensors)
+    for key, find in found.items():
+        values[key], digests[key] = _item(key, find, tensors)
     flatten_states(values, model=values.get(MODEL))
     return Items(values, digests, tensors)
 
@@ -57,14 +69,15 @@ def repeated(digests: Sequence[Mapping[str, bytes | None]], rank: int) -> set[st
     }
 
 
-def _item(key: str, state: Any, tensors: dict[Nested, torch.Tensor]) -> tuple[Any, bytes | None]:
+def _item(
+    key: str, find: Callable[[], Any], tensors: dict[Nested, torch.Tensor]
+) -> tuple[Any, bytes | None]:
     """What is saved of a state, whose ``tensors`` are noted; and its digest, if it may be equal on all ranks."""
     try:
-        value = state.state_dict() if isinstance(state, Stateful) else state
+        value = find()
         if key in (MODEL, OPTIMIZER):
             _look_through(value, (key,), tensors)
             return value, None
-        value = encode(value)
         own: dict[Nested, torch.Tensor] = {}
         _look_through(value, (key,), own)
         tensors.update(own)
