@@ -57,7 +57,9 @@ class Beginning:
             in_flight.add_done_callback(self._end)
 
     def _end(self, in_flight: "Future[Any]") -> None:
-        if (error := in_flight.exception()) is not None:
+        if in_flight.cancelled():
+            self.durable.cancel()
+        elif (error := in_flight.exception()) is not None:
             self.durable.set_exception(error)
         else:
             self.durable.set_result(in_flight.result())

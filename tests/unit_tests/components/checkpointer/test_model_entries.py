@@ -65,3 +65,18 @@ def test_a_method_that_a_module_was_given_is_asked(name: str) -> None:
     method = getattr(model["own"], name)
     model["own"].__dict__[name] = lambda *args, **kwargs: method(*args, **kwargs)
     assert not look_into(model).own
+
+
+def test_each_hook_of_sharding_is_called_once_whatever_number_of_modules_it_was_given_to() -> None:
+    calls: list[str] = []
+
+    def to_shards(*arguments: Any) -> None:
+        calls.append("in shards again")
+
+    to_shards.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for module in model:
+        module.register_state_dict_pre_hook(to_shards)
+    for _ in range(2):
+        assert look_into(model).own
+    assert len(calls) == 2

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer.utils import (
+    flat_optim_state_later,
     get_flat_optim_state_dict,
     init_optim_state,
     load_flat_optim_state_dict,
@@ -236,3 +237,35 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(implementation: str
 
 def _copied(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class SumUp(torch.optim.SGD):
+    """Has other state to save than torch knows of."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        found["param_groups"][0]["extra"] = [1]
+        return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "hooked", "own"])
+def test_what_is_put_together_later_has_the_settings_of_now_and_the_live_tensors(kind: str) -> None:
+    model = small_model()
+    optimizer: torch.optim.Optimizer = adamw(model)
+    if kind == "own":
+        optimizer = SumUp([{**adamw(model).param_groups[0], "momentum": 0.9}])
+    asked: list[str] = []
+    if kind == "hooked":
+        optimizer.register_state_dict_pre_hook(lambda _: asked.append("now"))
+    step(model, optimizer)
+    wanted = get_flat_optim_state_dict(optimizer)
+    asked.clear()
+    put_together = flat_optim_state_later(optimizer)
+    assert asked == (["now"] if kind == "hooked" else [])
+    optimizer.param_groups[0]["lr"] = 5.0
+    found = put_together()
+    assert list(found) == list(wanted) and found["param_groups.0.weight.lr"] == 0.1
+    for name, value in wanted.items():
+        same = found[name] is value if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name
+    assert ("param_groups.0.weight.extra" in found) == (kind == "own")

@@ -1,0 +1,96 @@
+"""Saves that a thread begins, on several ranks: none waits for another, and all of them count alike."""
+
+import logging
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torchtitan.components.checkpointer.errors import CheckpointSaveError
+
+from tests.ranks.pool import run_on_ranks
+from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
+from tests.unit_tests.components.checkpointer.ways import TC
+
+pytestmark = pytest.mark.ranks
+LIMIT_SECONDS = 60
+
+
+def run_in(folder: Path, **settings: Any) -> Run:
+    run = build_run(
+        folder, **TC.settings, **{"timeout_seconds": LIMIT_SECONDS, "keep_latest_k": 0, **settings}
+    )
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    return run
+
+
+def save_while_another_rank_stays_away(folder: Path) -> list[str]:
+    run = run_in(folder)
+    store = dist.distributed_c10d._get_default_store()
+    run.train(2, save=False)
+    if dist.get_rank() == 1:
+        store.get("rank 0 went on")
+    assert run.manager.save(2)
+    if dist.get_rank() == 0:
+        store.set("rank 0 went on", "")
+    run.train(4)
+    run.manager.close()
+    return names(folder)
+
+
+def test_a_save_returns_though_another_rank_has_not_come_to_it(tmp_path: Path) -> None:
+    wanted = [f"step-{step}" for step in (1, 2, 3, 4)]
+    assert run_on_ranks(2, save_while_another_rank_stays_away, tmp_path) == [wanted, wanted]
+
+
+class Log(logging.Handler):
+    """How often in a row a save had failed, each time this rank has said it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[str] = []
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _, _, count = record.getMessage().partition("Failed in a row: ")
+        self.counts += [count.partition(";")[0]] if count else []
+
+
+def fail_where_ranks_go_different_ways(folder: Path) -> tuple[list[str], str, int]:
+    """Rank 0 makes each other save in the thread that trains, rank 1 each in another thread."""
+    run = run_in(folder, on_save_failure="warn", max_failed_saves=4)
+    log, captured, told = Log(), run.manager._captured, ""
+
+    def in_turns() -> Any:
+        return captured() if dist.get_rank() == 1 or run.step % 2 else None
+
+    def deny(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    with patch.object(run.manager, "_captured", in_turns):
+        with patch.object(run.manager, "_clear_path", deny):
+            run.train(4)
+            run.manager.maybe_wait_for_staging()
+        run.train(5)
+        run.manager.maybe_wait_for_saving()
+        with patch.object(run.manager, "_clear_path", deny):
+            try:
+                run.train(12)
+            except CheckpointSaveError as error:
+                told = str(error)
+    run.manager.close()
+    return log.counts, told, run.step
+
+
+def test_ranks_that_save_in_different_ways_count_alike_and_end_with_the_same(
+    tmp_path: Path,
+) -> None:
+    (counts, told, step), (others, same, next_step) = run_on_ranks(
+        2, fail_where_ranks_go_different_ways, tmp_path
+    )
+    assert counts == others == ["1", "2", "3", "1", "2", "3"]
+    assert "4 saves in a row have failed" in told and told == same
+    assert step == next_step == 10  # a thread has found it, which is told one step later
+    assert names(tmp_path) == ["step-1", "step-5"]

@@ -1,0 +1,198 @@
+"""A state that is taken in little time is the state as it was, whatever training does up to the next update."""
+
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchtitan.components.checkpointer import TRAIN_STATE
+from torchtitan.components.checkpointer.rank_state import RankState
+from torchtitan.components.checkpointer.state import (
+    COPIED_AT_ONCE_BYTES,
+    MODEL,
+    ModelWrapper,
+    OPTIMIZER,
+    RANK_STATE,
+)
+from torchtitan.components.checkpointer.tc.capture import capture
+from torchtitan.components.checkpointer.tc.payload import Items, items_of
+from torchtitan.components.optimizer import OptimizersContainer
+
+from tests.unit_tests.components.checkpointer.runs import build_run, Counter, Run
+
+LARGE = COPIED_AT_ONCE_BYTES // 4 + 1
+"""Elements that are more than training copies a second time."""
+
+
+class Moment:
+    """What the stager of a CPU says of now."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Stager:
+    def moment(self) -> Moment:
+        return Moment()
+
+
+def captured(states: dict[str, Any]) -> Any:
+    return capture(states, Stager())  # pyrefly: ignore[bad-argument-type]
+
+
+def rank_state() -> RankState:
+    return RankState(rank=0, world_size=1, layout="fsdp=1", device=torch.device("cpu"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    found = build_run(tmp_path)
+    found.train(2, save=False)
+    return found
+
+
+def states_of(run: Run, **others: Any) -> dict[str, Any]:
+    states = {MODEL: ModelWrapper(run.model), OPTIMIZER: run.optimizers}
+    states |= {"lr_scheduler": run.lr_schedulers, "dataloader": run.dataloader}
+    return states | {TRAIN_STATE: run.progress, RANK_STATE: rank_state(), **others}
+
+
+def values(items: Items) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    return {"values": plain(items.values), "digests": items.digests}
+
+
+def go_on(run: Run) -> None:
+    """All that may happen before the parameters are updated."""
+    run.model(torch.arange(10)).backward()
+    run.lr_schedulers.step()
+    run.dataloader.values["row"] += 5
+    run.progress.values["step"] += 1
+    random.random()
+    np.random.random()
+    torch.rand(1)
+
+
+def test_it_is_what_a_save_at_once_would_have_found(run: Run) -> None:
+    states = states_of(run, extra=Counter(table=torch.ones(3), nested=[{"a": torch.ones(2)}, 1]))
+    wanted = values(items_of(states))
+    taken = captured(states)
+    go_on(run)
+    states["extra"].values["table"].zero_()
+    states["extra"].values["nested"][0]["a"].zero_()
+    found = taken.items()
+    assert values(found) == wanted
+    assert values(items_of(states)) != wanted
+    assert found.tensors is not None and found.tensors.keys() == items_of(states).tensors.keys()
+
+
+def test_weights_and_moments_are_the_very_tensors_of_each_save(run: Run) -> None:
+    states = states_of(run)
+    first, second = captured(states).items(), captured(states).items()
+    assert first.tensors is not None and second.tensors is not None
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, tensor in first.tensors.items():
+        # To be laid out as before is seen by that; a copy lies where that of the last save lay.
+        assert second.tensors[name] is tensor
+    live = run.optimizers.state_dict()
+    for name, tensor in live.items():
+        assert first.values[OPTIMIZER][name] is tensor
+    assert first.values[MODEL]["seen"].data_ptr() != run.model.seen.data_ptr()
+
+
+class Aliased(nn.Module):
+    """Trains what it also keeps as a buffer; has a buffer under two names, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.arange(8.0)
+        self.weight = nn.Parameter(memory[2:4])
+        self.other = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", memory, persistent=False)
+        self.register_buffer("one", torch.ones(2))
+        self.register_buffer("two", self.one)
+
+
+def test_a_weight_in_the_memory_of_a_buffer_changes_with_it_and_is_copied() -> None:
+    model = Aliased()
+    wrapper = ModelWrapper(model)
+    put_together = wrapper.state_dict_later()
+    assert put_together is not None
+    model.table.zero_()
+    model.one.zero_()
+    found = put_together()
+    assert list(found) == list(model.state_dict())
+    assert found["weight"].tolist() == [2.0, 3.0] and found["one"].tolist() == [1.0, 1.0]
+    assert found["one"] is found["two"] and found["other"].data_ptr() == model.other.data_ptr()
+    # Where the two are one no more, neither is written into the copy of the other.
+    model.two = torch.full((2,), 5.0)
+    again = wrapper.state_dict_later()
+    assert again is not None and again()["one"].tolist() == [0.0, 0.0]
+    assert again()["two"].tolist() == [5.0, 5.0]
+
+
+class Hooked(nn.Linear):
+    """Has other code than torch's make its entries."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_state_dict_post_hook(lambda *arguments: None)
+
+
+class BigBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("table", torch.zeros(LARGE))
+
+
+@pytest.mark.parametrize("kind", [Hooked, BigBuffer])
+def test_a_model_that_only_asking_at_once_would_do_for_is_not_taken(kind: type[nn.Module]) -> None:
+    assert ModelWrapper(kind()).state_dict_later() is None
+    assert captured({MODEL: ModelWrapper([nn.Linear(1, 1), kind()])}) is None
+
+
+@pytest.mark.parametrize(
+    "state", [torch.zeros(LARGE), nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse()]
+)
+def test_large_and_strange_tensors_of_other_objects_are_left_to_training(
+    run: Run, state: Any
+) -> None:
+    assert captured(states_of(run, extra=Counter(it=state))) is None
+    assert captured(states_of(run, extra=Counter(it=torch.zeros(1)))) is not None
+
+
+def test_an_optimizer_of_another_class_is_asked_by_training(run: Run) -> None:
+    class Mine(OptimizersContainer):
+        def state_dict(self) -> dict[str, Any]:
+            return {"mine": torch.ones(1)}
+
+    run.optimizers.__class__ = Mine
+    assert captured(states_of(run)) is None
+
+
+def test_what_is_registered_on_a_rank_is_asked_at_once(run: Run) -> None:
+    state, own = rank_state(), Counter(count=1)
+    state.register("own", own)
+    states = states_of(run) | {RANK_STATE: state}
+    wanted = values(items_of(states))
+    taken = captured(states)
+    own.values["count"] = 2
+    assert values(taken.items()) == wanted
+
+
+def test_a_state_that_cannot_be_had_is_told_later_as_the_other_ranks_wait(run: Run) -> None:
+    states = states_of(run)
+    with patch.object(run.dataloader, "state_dict", side_effect=OSError("gone")):
+        taken = captured(states)
+    with pytest.raises(RuntimeError, match="the state dataloader cannot be saved: OSError: gone"):
+        taken.items()
