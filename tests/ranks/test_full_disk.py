@@ -48,7 +48,10 @@ def become_full_while_saving(disk: Path, way: Way, rank: int) -> Any:
     steering.stop()
     left = [names(disk)]
     dist.barrier()  # one rank may be about to look while another goes on
-    messages.append(message_of(run.train, run.step + 1))
+    message = message_of(run.train, run.step + 1)
+    if message == "nothing was raised":
+        message = message_of(run.manager.maybe_wait_for_saving)  # a thread has begun that save
+    messages.append(message)
     left.append(names(disk))
     dist.barrier()
     if dist.get_rank() == rank:
@@ -96,6 +99,7 @@ def train_through_a_full_disk(disk: Path, way: Way) -> tuple[int, list[str]]:
     await_end_of_save(run.manager)
     steering.stop()
     run.train(3)
+    run.manager.maybe_wait_for_staging()
     dist.barrier()
     left = names(disk)
     dist.barrier()

@@ -162,6 +162,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         """
         if not self.enable:
             return False
+        self._join()
         self._claim_folder()
         what = "Loading a checkpoint"
         with (
@@ -185,7 +186,7 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
         """Save after ``curr_step`` if a save is due.
 
         Returns:
-            Whether a checkpoint was written, or its writing begun.
+            Whether a checkpoint was written, or its writing begun, by this call or beside training.
 
         Raises:
             CheckpointSaveError: this save failed, or the previous one did in the background.
@@ -213,9 +214,9 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
                 self._wait_for_saving()
 
     def has_lost(self, step: int) -> bool:
-        """Whether a save of ``step`` has begun and failed in the background; waits for it. Collective.
+        """Whether a save of ``step`` was to be made and is lost, on any rank; waits for it. Collective.
 
-        What it failed with is raised by the next save.
+        What it failed with in the background is raised by the next save.
         """
         if not self.enable:
             return False
@@ -295,6 +296,9 @@ class BaseCheckpointManager(Starting, Housekeeping, Configurable):
 
     @abstractmethod
     def _wait_for_saving(self) -> None: ...
+
+    def _join(self) -> None:
+        """Wait for what is done beside training to begin a save."""
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -8,6 +8,7 @@ anything else that has to do with a save.
 """
 
 import contextvars
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from typing import Any
@@ -22,36 +23,64 @@ class NotBegunError(Exception):
 class Beginning:
     """One save, until it is known whether it has begun."""
 
-    def __init__(self, begin: Callable[[], "Future[Any] | None"], executor: Executor) -> None:
-        """Let a thread call ``begin``, which returns what ends with the save, or None for one that is over.
+    def __init__(self, begin: Callable[[], "Future[Any] | None"]) -> None:
+        """``begin`` returns what ends with the save, or None for one that is over.
 
-        It raises NotBegunError where the run goes on without the save, and else what it ends with.
+        It raises NotBegunError where the run goes on without the save, and else what the run ends with.
         """
         self.durable: Future[Any] = Future()
         """Stands for the save as long as nobody has joined the thread."""
+        self.is_writing = False
+        """The save itself is made by the thread, which takes as long as it does."""
+        self._begin = begin
+        self._over: Future[Future[Any] | None] = Future()
+        self._over.add_done_callback(self._pass_on)
+        self._runs = threading.Lock()
+        self._is_submitted = False
+
+    def start(self, executor: Executor) -> None:
+        """Let a thread begin. Whoever may have to join has to know of this object by now."""
         # What is logged there bears the step of the save.
-        self._thread = executor.submit(contextvars.copy_context().run, begin)
-        self._thread.add_done_callback(self._pass_on)
+        executor.submit(contextvars.copy_context().run, self._run)
+        self._is_submitted = True
 
     @property
     def is_over(self) -> bool:
         """Whether the thread is through, so that nobody has to wait for it."""
-        return self._thread.done()
+        return self._over.done()
 
     def join(self, seconds: float) -> None:
         """Wait for the thread. Raises WaitExpiredError if it is not through after ``seconds``."""
-        if not wait([self._thread], timeout=seconds).done:
-            note_given_up()
-            raise WaitExpiredError(f"not begun after {seconds:g} s")
+        # Ctrl-C, or a signal to stop, may have come in the middle of ``start``.
+        if not self._is_submitted and self._runs.acquire(blocking=False):
+            self._over.set_exception(NotBegunError("the run was stopped"))
+        while not wait([self._over], timeout=seconds).done:
+            if not self.is_writing:
+                note_given_up()
+                raise WaitExpiredError(f"not begun after {seconds:g} s")
 
     def result(self) -> "Future[Any] | None":
         """What ``begin`` has returned, or raised."""
-        return self._thread.result()
+        return self._over.result()
 
-    def _pass_on(self, thread: "Future[Future[Any] | None]") -> None:
-        if (error := thread.exception()) is not None:
+    def _run(self) -> None:
+        if not self._runs.acquire(blocking=False):
+            return  # nobody would know of it
+        try:
+            in_flight = self._begin()
+        except Exception as error:
+            self._over.set_exception(error)
+        else:
+            self._over.set_result(in_flight)
+        finally:
+            del self._begin  # which keeps the state of the save alive
+            if not self._over.done():
+                self._over.set_exception(RuntimeError("the thread that begins saves was ended"))
+
+    def _pass_on(self, over: "Future[Future[Any] | None]") -> None:
+        if (error := over.exception()) is not None:
             self.durable.set_exception(error)
-        elif (in_flight := thread.result()) is None:
+        elif (in_flight := over.result()) is None:
             self.durable.set_result(None)
         else:
             in_flight.add_done_callback(self._end)

@@ -54,11 +54,15 @@ class FailedSaves:
         None where the run goes on for now, or the other ranks may have something to say to it.
         """
         self.unsettled = failure
-        is_one_more = self.goes_on and len(self._in_a_row) + 1 < self.limit
-        if is_one_more or _may_be_excused(failure):
+        if not self.ends_with(failure):
             return None
         self.raised(failure)
         return self.failed(failure, newest_step=None)
+
+    def ends_with(self, failure: CheckpointSaveError) -> bool:
+        """Whether the run ends with this ``failure`` of the previous save, whatever the other ranks say."""
+        is_one_more = self.goes_on and len(self._in_a_row) + 1 < self.limit
+        return not is_one_more and not _may_be_excused(failure)
 
     def settled(
         self, failure: CheckpointSaveError | None, *, is_excused: bool, newest_step: int | None

@@ -28,12 +28,19 @@ class Found:
     """The hooks that were called, by their address."""
 
 
+def look_past_state_dict(part: nn.Module) -> Found | None:
+    """All of ``part``, whose entries are its own tensors; None if other code than torch's has a say in it."""
+    found = Found()
+    if not _walk(part, "", found):
+        return None
+    found.own = set(found.entries)
+    return found
+
+
 def look_into(part: nn.Module) -> Found:
     """All of ``part``; other code than torch's is asked as nearly everybody asks it, without a history."""
-    found = Found()
-    if _walk(part, "", found):
-        found.own = set(found.entries)
-        return found
+    if (own := look_past_state_dict(part)) is not None:
+        return own
     entries = part.state_dict()
     found = Found(entries=entries)
     for module in part.modules():

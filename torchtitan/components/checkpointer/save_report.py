@@ -101,9 +101,10 @@ class SaveReport:
                 )
 
     def completed_now(self) -> None:
-        """Report a save that the training thread waited for."""
-        self._reported = True
-        self._succeeded("sync")
+        """Report a save that is over when it returns."""
+        with self._lock:
+            self._reported = True
+            self._succeeded("sync")
 
     def _succeeded(self, mode: str) -> None:
         self._durable_at = now = time.monotonic()
@@ -116,7 +117,8 @@ class SaveReport:
         size_bytes = self._size_bytes()
         size = "unknown size" if size_bytes is None else f"{size_bytes / 2**20:.1f} MiB"
         # What is waited for is done, but the training thread may not know it yet.
-        still = 0.0 if self._waiting_since is None else now - self._waiting_since
+        since = self._waiting_since
+        still = 0.0 if since is None else now - since
         blocked_seconds = self._blocked_seconds + still if self._background else durable_seconds
         waited = f", training waited {blocked_seconds:.2f} s" if self._background else ""
         logger.info(

@@ -32,11 +32,12 @@ from torchtitan.components.checkpointer.in_flight import failure_of, saving, tol
 from torchtitan.components.checkpointer.pinned.meeting import OtherRankFailedError
 from torchtitan.components.checkpointer.save_report import SaveReport
 from torchtitan.components.checkpointer.storage import MovingStorage
-from torchtitan.components.checkpointer.waiting import WaitExpiredError
+from torchtitan.components.checkpointer.waiting import note_given_up, WaitExpiredError
 from torchtitan.distributed.failure import is_echo
 from torchtitan.distributed.utils import patience
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Due:
     path: str
     is_last: bool
     due_at: float = field(default_factory=time.monotonic)
+    is_beside: bool = False
+    """A thread begins it."""
     in_flight: "Future[Any] | None" = None
     """What ends when it is durable; None as long as it has not begun, and for one that is over."""
 
@@ -133,14 +136,22 @@ class SavingManager(BaseCheckpointManager):
             return False
         sl.add_step_tag("checkpoint_save")
         save = Due(curr_step, self._create_checkpoint_id(curr_step), last_step)
-        refused = self._take_refused(but_agreed_on=last_step)
+        refused, self._not_begun = self._take_refused(but_agreed_on=last_step), None
         earlier = self._end_of_previous()
-        if earlier is None and not last_step and (captured := self._captured()) is not None:
-            self._begin_beside_training(save, captured)
+        # A run that ends with the previous save is to end now; and beside one that may still run nothing begins.
+        may_begin = not isinstance(earlier, CheckpointSaveTimeoutError) and (
+            earlier is None or not self._failed.ends_with(earlier)
+        )
+        if may_begin and not last_step and (captured := self._captured()) is not None:
+            self._begin_beside_training(save, earlier, captured)
             return True
         with patience(timedelta(seconds=self.timeout_seconds)):
             has_begun, ending = self._carry_out(save, earlier, None)
-        ending = refused or ending
+        if not has_begun:
+            self._not_begun = curr_step
+        if ending is not None and refused is not None:
+            ending.add_note(f"Before that: {refused}")
+        ending = ending or refused
         if has_begun and last_step and ending is not None and self._failed.goes_on:
             logger.warning(f"{ending} The last save is complete.")
             ending = None
@@ -148,21 +159,26 @@ class SavingManager(BaseCheckpointManager):
             raise ending
         return has_begun
 
-    def _begin_beside_training(self, save: Due, captured: Any) -> None:
+    def _begin_beside_training(
+        self, save: Due, earlier: CheckpointSaveError | None, captured: Any
+    ) -> None:
+        save.is_beside = True
         self._report = self._report_of(save)
 
         def begin() -> "Future[Any] | None":
-            has_begun, ending = self._carry_out(save, None, captured)
+            has_begun, ending = self._carry_out(save, earlier, captured)
             if ending is not None:
                 raise ending
             if not has_begun:
                 raise NotBegunError(f"{save.asked} was given up.")
             return save.in_flight
 
-        # First, because the save may be over before the next line is.
+        # First, because the save may be over before the last line is.
         self._report.handed_over()
-        self._beginning = Beginning(begin, self._executor)
+        # In this order, because a signal to stop may come in between.
+        self._beginning = Beginning(begin)
         self.save_future = self._beginning.durable
+        self._beginning.start(self._executor)
 
     def _carry_out(
         self, save: Due, earlier: CheckpointSaveError | None, captured: Any | None
@@ -187,7 +203,7 @@ class SavingManager(BaseCheckpointManager):
                 # beside a save that may still be running.
                 may_begin = (ending is None or save.is_last) and not is_late
                 if may_begin:
-                    self._begin(save, payload, is_beside=captured is not None)
+                    self._begin(save, payload)
         except CheckpointSaveError as failure:
             ending = failure
             if not save.is_last and not is_out_of_step(failure):
@@ -216,15 +232,26 @@ class SavingManager(BaseCheckpointManager):
             except WaitExpiredError:
                 self._gave_up = True
                 raise
-        self._beginning = self.save_future = None
+        # In this order, because a signal to stop may come in between.
         self._gave_up = False
         try:
             self.save_future = beginning.result()
         except NotBegunError:
-            self._not_begun = report.step
+            self._not_begun, self.save_future = report.step, None
         except Exception as error:
+            # Its future tells the same, until somebody is told.
             self._not_begun, self._refused = report.step, error
-            self.save_future = beginning.durable  # which tells the same, until somebody is told
+        self._beginning = None
+        # Not in that thread: ranks that pause at different moments wait for each other.
+        GarbageCollection.collect("after a save was begun beside training")
+
+    def _leave_thread(self) -> None:
+        """Have no thread that begins saves any more, or leave it behind if it hangs."""
+        if self._beginning is not None and not self._beginning.is_over:
+            # Somebody has not waited for it, and nothing may be deleted beside it.
+            note_given_up()
+            self._gave_up = True
+        self._executor.shutdown(wait=False)
 
     def _take_refused(self, *, but_agreed_on: bool = False) -> CheckpointSaveError | None:
         """Raise what the thread has found that begins saves, if the run is to end with it.
@@ -287,11 +314,10 @@ class SavingManager(BaseCheckpointManager):
 
     def _has_lost(self, step: int) -> bool:
         self._join()
-        if self._not_begun == step:
-            return True  # as on all ranks
-        if not self._failed.is_open or self._report is None or self._report.step != step:
-            return False
-        return any(gather(self._end_of_previous() is not None, self._settling_group))
+        is_lost = self._not_begun == step
+        if self._failed.is_open and self._report is not None and self._report.step == step:
+            is_lost |= self._end_of_previous() is not None
+        return any(gather(is_lost, self._settling_group))
 
     def _newest_step(self) -> int | None:
         return None if self.newest_good is None else self.newest_good[0]
@@ -307,16 +333,18 @@ class SavingManager(BaseCheckpointManager):
             backend=self.BACKEND_IN_TRACES,
         )
 
-    def _begin(self, save: Due, payload: Any, *, is_beside: bool) -> None:
+    def _begin(self, save: Due, payload: Any) -> None:
         report = self._report
-        if report is None or not is_beside:
+        if report is None or not save.is_beside:
             report = self._report = self._report_of(save)
         # Nothing expires with the last save: no later one needs the space.
         self._make_ready(save.path, self.pg, with_retention=not save.is_last)
         report.dispatched()
         self._doubtful |= {save.path}
+        if self._beginning is not None and not self._is_async:
+            self._beginning.is_writing = True
         save.in_flight = self._write(save, payload)
-        if not is_beside:
+        if not save.is_beside:
             self.save_future = save.in_flight
             report.handed_over()
         if save.in_flight is None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpointer.model_entries import look_into
+from torchtitan.components.checkpointer.model_entries import Found, look_into, look_past_state_dict
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -43,7 +43,7 @@ class ModelWrapper(Stateful):
         self.parameters: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         """All of the model's as they were when its entries were last taken, saved or not."""
-        self._still: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, torch.Tensor] = {}
         self._refresh()
 
     def _get_state_dict(self) -> dict[str, Any]:
@@ -54,11 +54,13 @@ class ModelWrapper(Stateful):
 
     def _look(self) -> tuple[dict[str, Any], set[str]]:
         """The entries as they are now; and the names of those which are the model's own tensors."""
+        return self._merged([look_into(part) for part in self.model])
+
+    def _merged(self, parts: Iterable[Found]) -> tuple[dict[str, Any], set[str]]:
         merged: dict[str, Any] = {}
         own: set[str] = set()
         self.parameters, self.buffers = [], []
-        for part in self.model:
-            found = look_into(part)
+        for found in parts:
             own = (own - found.entries.keys()) | found.own
             merged.update(found.entries)
             self.parameters += found.parameters
@@ -99,25 +101,23 @@ class ModelWrapper(Stateful):
 
     @torch.no_grad()
     def state_dict_later(self) -> Callable[[], dict[str, Any]] | None:
-        """What ``state_dict`` would give now, to be put together by another thread before the next update.
+        """What ``state_dict`` would give now, whatever becomes of the model's buffers before the next update.
 
         None where only asking the model at once would do: entries are computed by other code than torch's,
         or much of it changes in a forward pass.
         """
-        fresh, own = self._look()
-        if len(own) < len(fresh):
+        parts = [look_past_state_dict(part) for part in self.model]
+        if None in parts:
             return None
+        fresh, own = self._merged(found for found in parts if found is not None)
         names = _inside(fresh, self.buffers)
         if sum(local_part(fresh[name]).nbytes for name in names) > COPIED_AT_ONCE_BYTES:
             return None
-        self._still = kept = copies_of({name: fresh[name] for name in names}, self._still)
-
-        def put_together() -> dict[str, Any]:
-            with torch.no_grad():
-                self._take_over(fresh, own)
-            return self.cached_state_dict | kept
-
-        return put_together
+        # Now, and not by that thread: the memory of a parameter may be exchanged for a while meanwhile.
+        self._take_over(fresh, own)
+        self._copies = copies_of({name: fresh[name] for name in names}, self._copies)
+        entries = {**self.cached_state_dict, **self._copies}
+        return lambda: entries
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

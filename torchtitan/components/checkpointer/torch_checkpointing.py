@@ -147,6 +147,7 @@ class TorchCheckpointingManager(SavingManager):
         }
         self.states = states
         self._prewarmed = False
+        self._all_can_capture = False
         self.pg = own_group(self.timeout_seconds) if dist.is_initialized() else None
         self._settling_group = self.pg
         self._manager_config: BackendConfig = self._with_stager(backend_config)
@@ -183,8 +184,12 @@ class TorchCheckpointingManager(SavingManager):
         return isinstance(self._manager_config.save, AsyncCheckpointSaverConfig)
 
     def _captured(self) -> Captured | None:
-        # What is new to the other ranks is seen at the first save, and told by it.
-        if not self._is_async or self._stager is None or not self._manager.metadata.is_agreed_on:
+        # A rank that does it by itself waits in its save for the folder, and the others in a forward pass for
+        # that rank, where they have less patience. So all have told each other before that they can.
+        return self._taken() if self._all_can_capture else None
+
+    def _taken(self) -> Captured | None:
+        if not self._is_async or self._stager is None:
             return None
         return capture(self.states, self._stager)
 
@@ -202,6 +207,7 @@ class TorchCheckpointingManager(SavingManager):
             earlier,
             take=partial(self._take, save.is_last) if captured is None else captured.items,
             prepare=prepare,
+            can_capture=captured is not None or (not save.is_last and self._taken() is not None),
         )
         return handed.verdict, handed.payload
 
@@ -214,7 +220,7 @@ class TorchCheckpointingManager(SavingManager):
         if self._lock is not None:
             self._manager.may_publish = self._lock.require_ours
         # Once, and not beside the copy: training waits for it. What this save leaves, the next one collects.
-        if self._is_async:
+        if self._is_async and not save.is_beside:
             GarbageCollection.collect("before staging a checkpoint")
         in_flight = self._manager.save(save.path, payload)
         if in_flight is None:
@@ -233,7 +239,9 @@ class TorchCheckpointingManager(SavingManager):
             self._join()
             self._prewarmed = True
             prepare = self._manager.prewarm_staging
-            self._hand_over(asked, None, take=partial(self._take, False), prepare=prepare)
+            can_capture = self._taken() is not None
+            take = partial(self._take, False)
+            self._hand_over(asked, None, take=take, prepare=prepare, can_capture=can_capture)
 
     def _hand_over(
         self,
@@ -242,6 +250,7 @@ class TorchCheckpointingManager(SavingManager):
         *,
         take: Callable[[], Items],
         prepare: Prepare | None,
+        can_capture: bool,
     ) -> Handover:
         """What this rank is to write; and how the previous save ended, as all ranks see it."""
         handed = hand_over(
@@ -252,7 +261,9 @@ class TorchCheckpointingManager(SavingManager):
             earlier=failure,
             group=self.pg,
             asked=asked,
+            can_capture=can_capture,
         )
+        self._all_can_capture = handed.can_capture
         is_late = isinstance(handed.verdict.failure, CheckpointSaveTimeoutError)
         if self._is_async and not is_late:
             self._manager.forget_failure()
@@ -286,7 +297,6 @@ class TorchCheckpointingManager(SavingManager):
         return head_of(curr_step, kind, backend, world_size, self._run)
 
     def _load(self, step: int) -> bool:
-        self._join()
         start = self._choose_start(step)
         logger.info(start.line)
         source = start.source
@@ -331,7 +341,7 @@ class TorchCheckpointingManager(SavingManager):
             if not self._gave_up:  # which was raised already
                 self.maybe_wait_for_saving()
         finally:
-            self._executor.shutdown(wait=False)
+            self._leave_thread()
             try:
                 self._stop_purging()
             finally:  # a second Ctrl-C leaves no process behind

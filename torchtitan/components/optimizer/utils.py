@@ -79,51 +79,66 @@ def reset_step_counts(optim: Optimizer) -> None:
             param_state["step"].zero_()
 
 
-def get_flat_optim_state_dict(
-    optim: Optimizer, settings: Sequence[Mapping[str, Any]] | None = None
-) -> dict[str, Any]:
+def get_flat_optim_state_dict(optim: Optimizer) -> dict[str, Any]:
     """The flat dict of ``optim``; tensors are the live ones, not copies.
 
-    ``settings`` are those of its groups, in order, if they were taken before. Raises ``ValueError`` for a
-    group without ``param_names``, ``KeyError`` for state that belongs to no parameter of any group.
+    Raises ``ValueError`` for a group without ``param_names``, ``KeyError`` for state that belongs to
+    no parameter of any group.
     """
     fqns = _fqns_in_order(optim)
     numbered = optim.state_dict()
-    flat: dict[str, Any] = {}
-    for param_id, param_state in numbered["state"].items():
-        if not isinstance(param_id, int) or param_id >= len(fqns):
-            raise KeyError(
-                f"the optimizer holds state for parameter id {param_id!r}, which is in none of its "
-                f"groups ({len(fqns)} parameters). State can be saved by name only for parameters in "
-                "a group: add the parameter to one, or remove its state."
-            )
-        flat.update(_flatten(f"state.{fqns[param_id]}", param_state))
-    if settings is None:
-        settings = [_settings_of(group) for group in numbered["param_groups"]]
-    for group, taken in zip(numbered["param_groups"], settings, strict=True):
-        entries = [(f".{key}", value) for key, value in taken.items()]
-        for param_id in group["params"]:
-            # More entries than all else in a checkpoint: training waits for each of them.
-            begin = f"param_groups.{fqns[param_id]}"
-            flat.update([(begin + end, value) for end, value in entries])
-    return flat
+    groups = [
+        ([fqns[param_id] for param_id in group["params"]], _settings_of(group))
+        for group in numbered["param_groups"]
+    ]
+    return _flat(numbered["state"].items(), dict(enumerate(fqns)), groups)
 
 
 def flat_optim_state_later(optim: Optimizer) -> Callable[[], dict[str, Any]]:
     """Take what ``get_flat_optim_state_dict`` would give now; what is returned puts it together.
 
-    That may be called by another thread until the next step of ``optim``. The settings of the groups, which
-    a scheduler changes at other times as well, are those of now. Errors come from either.
+    That may be called by another thread, before the next step of ``optim``. Errors come from either.
     """
     if type(optim).state_dict is not Optimizer.state_dict or _has_state_dict_hooks(optim):
         # Other code than torch's need not bear another thread.
-        flat = {key: _kept(value) for key, value in get_flat_optim_state_dict(optim).items()}
+        flat = get_flat_optim_state_dict(optim)
+        flat |= {key: _kept(value) for key, value in flat.items() if not key.startswith("state.")}
         return lambda: flat
-    settings = [
-        {key: _kept(value) for key, value in _settings_of(group).items()}
+    fqns = _fqns_in_order(optim)
+    names = dict(zip(map(id, _params_in_order(optim)), fqns, strict=True))
+    state = list(optim.state.items())
+    groups = [
+        (
+            list(group["param_names"]),
+            {key: _kept(value) for key, value in _settings_of(group).items()},
+        )
         for group in optim.param_groups
     ]
-    return lambda: get_flat_optim_state_dict(optim, settings)
+    return lambda: _flat([(id(param), values) for param, values in state], names, groups)
+
+
+def _flat(
+    state: Iterable[tuple[Any, Mapping[str, Any]]],
+    names: Mapping[Any, str],
+    groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]],
+) -> dict[str, Any]:
+    """The flat dict of the ``state`` by parameter, the ``names`` of these, and (names, settings) by group."""
+    flat: dict[str, Any] = {}
+    for param_id, values in state:
+        if param_id not in names:
+            raise KeyError(
+                f"the optimizer holds state for parameter id {param_id!r}, which is in none of its "
+                f"groups ({len(names)} parameters). State can be saved by name only for parameters in "
+                "a group: add the parameter to one, or remove its state."
+            )
+        flat.update(_flatten(f"state.{names[param_id]}", values))
+    for fqns, settings in groups:
+        entries = [(f".{key}", value) for key, value in settings.items()]
+        for fqn in fqns:
+            # More entries than all else in a checkpoint: training may wait for each of them.
+            begin = f"param_groups.{fqn}"
+            flat.update([(begin + end, value) for end, value in entries])
+    return flat
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +146,8 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(value: Any) -> Any:
-    return value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    """A setting as it is now, which a scheduler may change at any time."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _has_state_dict_hooks(optim: Optimizer) -> bool:

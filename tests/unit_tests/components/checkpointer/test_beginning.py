@@ -1,8 +1,9 @@
 """What stands for a save while a thread begins it."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
+from pathlib import Path
 from threading import Event
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,13 @@ STEP: ContextVar[int] = ContextVar("step")
 @pytest.fixture
 def begun() -> Iterator[Callable[[Any], Beginning]]:
     with ThreadPoolExecutor(1) as executor:
-        yield lambda begin: Beginning(begin, executor)
+
+        def start(begin: Any) -> Beginning:
+            beginning = Beginning(begin)
+            beginning.start(executor)
+            return beginning
+
+        yield start
 
 
 def test_it_ends_as_the_save_does_that_it_has_begun(begun: Callable[[Any], Beginning]) -> None:
@@ -61,6 +68,37 @@ def test_it_is_waited_for_no_longer_than_the_limit(begun: Callable[[Any], Beginn
     may_end.set()
     beginning.join(60)
     assert beginning.is_over and beginning.durable.result(60) is None
+
+
+def test_one_that_writes_by_itself_is_waited_for_as_long_as_it_takes(
+    begun: Callable[[Any], Beginning],
+) -> None:
+    may_end, writes = Event(), Event()
+
+    def write() -> None:
+        beginning.is_writing = True
+        writes.set()
+        assert may_end.wait(60)
+
+    beginning = Beginning(write)
+    with ThreadPoolExecutor(2) as executor:
+        beginning.start(executor)
+        assert writes.wait(60)
+        waits = executor.submit(beginning.join, 0.001)
+        assert not wait([waits], timeout=0.1).done
+        may_end.set()
+        assert waits.result(60) is None
+
+
+def test_one_that_was_never_started_has_not_begun_and_never_will(tmp_path: Path) -> None:
+    calls: list[str] = []
+    beginning = Beginning(lambda: calls.append("begun"))
+    beginning.join(60)
+    with ThreadPoolExecutor(1) as executor:
+        beginning.start(executor)
+    with pytest.raises(NotBegunError, match="stopped"):
+        beginning.result()
+    assert beginning.is_over and not calls
 
 
 def test_what_the_thread_logs_bears_what_the_caller_does(

@@ -1,6 +1,8 @@
 """A save that a thread begins: training goes on meanwhile, and is told what came of it after the next step."""
 
-from collections.abc import Callable, Iterator
+import logging
+import sys
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -10,11 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torchtitan.components.checkpointer import waiting
+from torchtitan.components.checkpointer.beginning import Beginning
 from torchtitan.components.checkpointer.errors import (
     CheckpointInUseError,
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
 )
+from torchtitan.components.checkpointer.saving import SavingManager
 
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
 from tests.unit_tests.components.checkpointer.tc.stand_ins import Writers
@@ -33,7 +37,7 @@ def run_in(folder: Path, **settings: Any) -> Run:
 
 
 @contextmanager
-def held(run: Run) -> Iterator[Callable[[], None]]:
+def held(run: Run) -> Generator[Callable[[], None]]:
     """The next saves stop before the folder is made ready, until what this gives is called."""
     may_go_on, make_ready = Event(), run.manager._make_ready
 
@@ -144,6 +148,42 @@ def test_the_last_save_is_tried_before_the_run_ends_with_what_the_one_before_met
     assert complete(tmp_path) == ["step-1", "step-4"]
 
 
+def test_a_last_save_that_fails_as_well_is_told_with_the_one_before(tmp_path: Path) -> None:
+    run = run_in(tmp_path, last_save_model_only=False)
+    with failing(run, DENIED):
+        run.train(2)
+        run.manager.maybe_wait_for_staging()
+    with failing(run, OSError(5, "Input/output error")):
+        with pytest.raises(CheckpointSaveError, match="step 3 to .*Input/output") as told:
+            run.train(3, last_step=3)
+    (note,) = told.value.__notes__
+    assert note.startswith("Before that: ") and "step 2 to" in note
+    run.manager.close()
+
+
+def test_weights_that_are_exchanged_for_a_while_meanwhile_are_neither_saved_nor_changed(
+    tmp_path: Path,
+) -> None:
+    run = run_in(tmp_path)
+    run.train(2, save=False)
+    expected = run.snapshot()
+    with held(run) as go_on:
+        assert run.manager.save(2)
+        weights = [parameter.to_local() for parameter in run.model.parameters()]
+        own = [weight.data for weight in weights]
+        for weight in weights:
+            weight.data = torch.full_like(weight, 7.0)
+        go_on()
+        run.manager._beginning.join(60)
+        for weight, data in zip(weights, own, strict=True):
+            weight.data = data
+    assert run.snapshot() == expected
+    run.manager.close()
+    again = build_run(tmp_path, seed=9, load_only=True, **TC.settings)
+    assert again.manager.load(2) and again.snapshot() == expected
+    again.manager.close()
+
+
 def test_a_save_that_a_run_goes_on_without_is_lost_and_not_the_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +197,7 @@ def test_a_save_that_a_run_goes_on_without_is_lost_and_not_the_newest(
     assert not run.manager.has_lost(3)
     with failing(run, DENIED):
         run.train(5)  # the count began anew
+        run.manager.maybe_wait_for_staging()
     run.manager.close()
     assert "Failed in a row: 2" in caplog.text and "3 saves in a row" not in caplog.text
     assert complete(tmp_path) == ["step-1", "step-3"]
@@ -202,6 +243,7 @@ def test_where_memory_turns_out_too_small_training_waits_for_the_write(
     run.train(2, save=False)
     run.manager._stager.shortages.append("the test says so")
     expected = run.snapshot()
+    caplog.set_level(logging.INFO)
     assert run.manager.save(2)
     run.train(3, save=False)
     assert "From now on training waits for each save: the test says so." in caplog.text
@@ -211,3 +253,57 @@ def test_where_memory_turns_out_too_small_training_waits_for_the_write(
     again = build_run(tmp_path, seed=9, load_only=True, **TC.settings)
     assert again.manager.load(2) and again.snapshot() == expected
     again.manager.close()
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one line of a function, as a signal may."""
+
+    def __init__(self, function: Any, number: int) -> None:
+        self._code, self._left, self.was_raised = function.__code__, number, False
+
+    def __enter__(self) -> "Interrupt":
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: Any) -> bool:
+        sys.settrace(None)
+        return bool(error[0]) and issubclass(error[0], KeyboardInterrupt)
+
+    def _called(self, frame: Any, event: str, _: Any) -> Any:
+        return self._line if frame.f_code is self._code else None
+
+    def _line(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line" and not self.was_raised:
+            self._left -= 1
+            if self._left < 0:
+                self.was_raised = True
+                raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize(
+    "function",
+    [SavingManager._begin_beside_training, SavingManager._join, Beginning.start],
+    ids=lambda function: function.__name__,
+)
+def test_a_signal_at_any_line_loses_no_save_that_has_begun_and_frees_no_folder_under_it(
+    tmp_path: Path, function: Any
+) -> None:
+    for number in range(100):
+        run = run_in(tmp_path / str(number))
+        begun: list[str] = []
+        write = run.manager._write
+
+        def noted(save: Any, payload: Any, write: Any = write, begun: Any = begun) -> Any:
+            begun.append(Path(save.path).name)
+            return write(save, payload)
+
+        with patch.object(run.manager, "_write", noted):
+            with Interrupt(function, number) as interrupt:
+                run.train(3)
+                run.manager.maybe_wait_for_staging()
+            run.manager.close()
+        assert complete(tmp_path / str(number)) == ["step-1", *begun]
+        if not interrupt.was_raised:
+            assert number > 2 and begun == ["step-2", "step-3"]
+            return

@@ -335,7 +335,7 @@ def test_a_lost_writer_counts_as_a_failed_save_where_these_are_counted(
     run.train(2)
     await_end_of_save(run.manager)
     assert "Failed in a row: 1" in caplog.text
-    assert "2 saves in a row" in message_of(run.train, 3)
+    assert "2 saves in a row" in message_of(run.train, 4)
     run.manager.close()
 
 

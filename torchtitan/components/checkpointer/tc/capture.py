@@ -37,11 +37,10 @@ def capture(states: Mapping[str, Any], stager: SharedMemoryStager) -> Captured |
     """Take ``states`` as they are now, or None where only saving them at once would do."""
     found: dict[str, Callable[[], Any]] = {}
     for key, state in states.items():
+        # What an object fails with is told to all ranks, as the others wait.
         try:
             find = _later(key, state)
-        except (
-            Exception
-        ) as error:  # of any object in the state; told to all ranks, as the others wait
+        except Exception as error:
             find = partial(_raise, error)
         if find is None:
             return None
@@ -75,7 +74,9 @@ def _later(key: str, state: Any) -> Callable[[], Any] | None:
 
 
 def _put_together_later(state: Any) -> Callable[[], Any] | None:
-    """What ``state_dict_later`` of the state gives, if the class whose ``state_dict`` it has knows of that."""
+    """What ``state_dict_later`` of the state gives, if whoever has made its ``state_dict`` knows of that."""
+    if "state_dict" in getattr(state, "__dict__", {}):
+        return None
     for kind in type(state).__mro__:
         if "state_dict" in vars(kind) or "state_dict_later" in vars(kind):
             is_known = {"state_dict", "state_dict_later"} <= vars(kind).keys()
@@ -91,9 +92,9 @@ def _with(copies: Mapping[Nested, torch.Tensor], value: Any, at: Nested) -> Any:
     """What ``encode`` has given, with the ``copies`` in the places of its tensors."""
     if isinstance(value, torch.Tensor):
         return copies[at]
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _with(copies, each, (*at, key)) for key, each in value.items()}
-    if isinstance(value, list):
+    if type(value) is list:
         return [_with(copies, each, (*at, number)) for number, each in enumerate(value)]
     return value
 

@@ -83,11 +83,6 @@ class Metadata(DefaultMetadataManager):
         self._seen = seen, own
         return self._current is not None and own == self._own
 
-    @property
-    def is_agreed_on(self) -> bool:
-        """Whether the ranks have told each other of tensors at all."""
-        return self._current is not None
-
     def agree(self, *, is_known: bool) -> None:
         """Go on with what was looked at; all ranks tell each other of it unless it ``is_known`` to all.
 

@@ -32,6 +32,8 @@ class Handover(NamedTuple):
     payload: dict[str, Any]
     """What this rank writes."""
     verdict: Verdict
+    can_capture: bool
+    """Whether each rank could take its state for a thread to go on with."""
 
 
 class _Told(NamedTuple):
@@ -40,6 +42,7 @@ class _Told(NamedTuple):
     digests: dict[str, bytes | None]
     is_known: bool
     report: Report | None
+    can_capture: bool
 
 
 def hand_over(
@@ -51,6 +54,7 @@ def hand_over(
     earlier: CheckpointSaveError | None,
     group: "dist.ProcessGroup | None",
     asked: str,
+    can_capture: bool = False,
 ) -> Handover:
     """Agree on a save of what ``take`` gives, before which the previous one ended with ``earlier``.
 
@@ -61,6 +65,7 @@ def hand_over(
         stager: None if training waits for each save.
         prepare: None if nothing is staged this time.
         asked: begins the error that tells what failed.
+        can_capture: whether this rank could take its state for a thread to go on with.
 
     Raises:
         CheckpointSaveError: the state of some rank cannot be had, or could not be read back.
@@ -79,7 +84,8 @@ def hand_over(
     share = backend.metadata.share_of(items.values) if is_known else {}
     if is_known and prepare is not None:
         prepare(share)
-    found = gather(_Told(failure, ending_of(earlier), items.digests, is_known, report()), group)
+    told_here = _Told(failure, ending_of(earlier), items.digests, is_known, report(), can_capture)
+    found = gather(told_here, group)
     if failures := [told.failure for told in found if told.failure is not None]:
         raise CheckpointSaveError(
             f"{asked} failed: {failures[0].rstrip('.')}. Older checkpoints are untouched."
@@ -99,7 +105,7 @@ def hand_over(
         needs_writer = prepare is not None
         verdict = settle(stager, earlier, group, needs_writer=needs_writer, reports=reports)
     payload = {key: value for key, value in share.items() if key not in written}
-    return Handover(payload, verdict)
+    return Handover(payload, verdict, all(told.can_capture for told in found))
 
 
 def _looked_at(
