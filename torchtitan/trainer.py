@@ -375,9 +375,7 @@ class Trainer(TrainStep, Stateful, Configurable):
         """The step in hand never ran; keep the one before it, which may not have been saved."""
         self.step -= 1
         logger.warning(f"{error} Training ends after step {self.step}.")
-        is_lost = self.checkpointer.has_lost(
-            self.step
-        )  # all ranks are asked, whatever each has saved
+        is_lost = self.checkpointer.has_lost(self.step)  # on any rank, so all are asked
         if self.step > loaded_step and (is_lost or self.step > self._saved_step):
             self.checkpointer.save(self.step, last_step=True)
 

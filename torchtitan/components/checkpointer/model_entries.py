@@ -51,10 +51,11 @@ def look_into(part: nn.Module) -> Found:
 
 def _walk(module: nn.Module, prefix: str, found: Found) -> bool:
     """Add what ``state_dict`` of torch would, in its order; False if other code has a say in it."""
-    if module._state_dict_hooks or not _is_of_torch(module):
+    own = module.__dict__
+    if own["_state_dict_hooks"] or not _is_of_torch(module):
         return False
     # Most modules have none of what follows, or not much of it, and a model has hundreds of them.
-    for hook in module._state_dict_pre_hooks.values():
+    for hook in own["_state_dict_pre_hooks"].values():
         if id(hook) in found.asked:
             continue
         # Of sharding, and looks at no entry: what a forward pass has left whole is in shards again. One hook
@@ -64,16 +65,16 @@ def _walk(module: nn.Module, prefix: str, found: Found) -> bool:
         hook(module, prefix, True)
         found.asked.add(id(hook))
     entries = found.entries
-    for name, parameter in module._parameters.items():
+    for name, parameter in own["_parameters"].items():
         if parameter is not None:
             entries[prefix + name] = parameter
             found.parameters.append(parameter)
-    for name, buffer in module._buffers.items():
+    for name, buffer in own["_buffers"].items():
         if buffer is not None:
             found.buffers.append(buffer)
-            if name not in module._non_persistent_buffers_set:
+            if name not in own["_non_persistent_buffers_set"]:
                 entries[prefix + name] = buffer
-    for name, child in module._modules.items():
+    for name, child in own["_modules"].items():
         if child is not None and not _walk(child, f"{prefix}{name}.", found):
             return False
     return True

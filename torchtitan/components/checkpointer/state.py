@@ -6,6 +6,7 @@ else lies under its state key. That layout is what makes a checkpoint readable b
     ModelWrapper.state_dict (model_entries.py) -> flatten_states -> the dict that a backend writes or fills
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, TypeVar
 
@@ -44,6 +45,9 @@ class ModelWrapper(Stateful):
         self.buffers: list[torch.Tensor] = []
         """All of the model's as they were when its entries were last taken, saved or not."""
         self._copies: dict[str, torch.Tensor] = {}
+        # Of the entries that are the cached ones; empty if nobody knows.
+        self._sights: dict[str, tuple[Any, ...]] = {}
+        self._seen: list[torch.Tensor] = []
         self._refresh()
 
     def _get_state_dict(self) -> dict[str, Any]:
@@ -70,8 +74,12 @@ class ModelWrapper(Stateful):
     def _refresh(self) -> None:
         self._take_over(*self._look())
 
-    def _take_over(self, fresh: Mapping[str, Any], own: Set[str]) -> None:
-        """Let the cached entries be the ``fresh`` ones, of which ``own`` are the model's own tensors."""
+    def _take_over(self, fresh: Mapping[str, Any], own: Set[str]) -> bool:
+        """Let the cached entries be the ``fresh`` ones, of which ``own`` are the model's own tensors.
+
+        Returns whether all are in the same memory now, so that none is to be copied for each save.
+        """
+        self._sights = {}
         for gone in self.cached_state_dict.keys() - fresh.keys():
             del self.cached_state_dict[gone]
         changed = {
@@ -79,8 +87,9 @@ class ModelWrapper(Stateful):
             for name, value in fresh.items()
             if not _same_view(self.cached_state_dict.get(name), value)
         }
+        is_same_memory = True
         if not changed:
-            return
+            return is_same_memory
         in_use = {_place(value)[0] for value in fresh.values() if isinstance(value, torch.Tensor)}
         sources: dict[tuple[int, int], tuple[int, int]] = {}
         for name, value in changed.items():
@@ -90,8 +99,10 @@ class ModelWrapper(Stateful):
                 _place(cached), _place(value)
             ):
                 local_part(cached).copy_(local_part(value))
+                is_same_memory = False
             else:
                 self.cached_state_dict[name] = value.detach() if name in own else value
+        return is_same_memory
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -110,11 +121,15 @@ class ModelWrapper(Stateful):
         if None in parts:
             return None
         fresh, own = self._merged(found for found in parts if found is not None)
-        names = _inside(fresh, self.buffers)
+        sights = {name: _sight(value) for name, value in fresh.items()}
+        names = _inside(sights, self.buffers)
         if sum(local_part(fresh[name]).nbytes for name in names) > COPIED_AT_ONCE_BYTES:
             return None
         # Now, and not by that thread: the memory of a parameter may be exchanged for a while meanwhile.
-        self._take_over(fresh, own)
+        values = list(fresh.values())
+        if sights != self._sights or not all(map(operator.is_, values, self._seen)):
+            if self._take_over(fresh, own):
+                self._sights, self._seen = sights, values
         self._copies = copies_of({name: fresh[name] for name in names}, self._copies)
         entries = {**self.cached_state_dict, **self._copies}
         return lambda: entries
@@ -164,20 +179,26 @@ def _place(tensor: Any) -> tuple[int, int]:
     return local.untyped_storage().data_ptr(), int(local.storage_offset())
 
 
-def _inside(tensors: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> list[str]:
-    """The names of those that lie in the memory of one of the ``others``."""
+def _sight(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What differs between two looks at one tensor that do not see the same elements in the same way."""
+    # Training waits for this, once for each entry.
+    local = _elements(tensor)
+    spec = getattr(tensor, "_spec", None)
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, spec
+
+
+def _inside(sights: Mapping[str, tuple[Any, ...]], others: Iterable[torch.Tensor]) -> list[str]:
+    """The names of those that begin in the memory of one of the ``others``."""
     memories = [_elements(other).untyped_storage() for other in others]
     ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in memories]
     if not ranges:
         return []
-    # Training waits for this, and nearly always none of them does.
     lowest, highest = min(begin for begin, _ in ranges), max(end for _, end in ranges)
-    found = []
-    for name, tensor in tensors.items():
-        address = _elements(tensor).data_ptr()
-        if lowest <= address < highest and any(begin <= address < end for begin, end in ranges):
-            found.append(name)
-    return found
+    return [
+        name
+        for name, (address, *_) in sights.items()
+        if lowest <= address < highest and any(begin <= address < end for begin, end in ranges)
+    ]
 
 
 def _same_view(cached: Any, fresh: Any) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import waiting
 from torchtitan.components.checkpointer.beginning import Beginning
 from torchtitan.components.checkpointer.errors import (
@@ -169,7 +170,7 @@ def test_weights_that_are_exchanged_for_a_while_meanwhile_are_neither_saved_nor_
     expected = run.snapshot()
     with held(run) as go_on:
         assert run.manager.save(2)
-        weights = [parameter.to_local() for parameter in run.model.parameters()]
+        weights = [cast(DTensor, each).to_local() for each in run.model.parameters()]
         own = [weight.data for weight in weights]
         for weight in weights:
             weight.data = torch.full_like(weight, 7.0)

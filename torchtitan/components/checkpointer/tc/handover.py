@@ -76,16 +76,13 @@ def hand_over(
     if isinstance(earlier, CheckpointSaveTimeoutError):
         prepare = None  # nothing begins beside it, and what is prepared keeps tensors alive
 
-    def report() -> Report | None:
-        if stager is None:
-            return None
-        return report_of(stager, earlier, needs_writer=prepare is not None)
-
     share = backend.metadata.share_of(items.values) if is_known else {}
     if is_known and prepare is not None:
         prepare(share)
-    told_here = _Told(failure, ending_of(earlier), items.digests, is_known, report(), can_capture)
-    found = gather(told_here, group)
+    needs_writer = prepare is not None
+    report = None if stager is None else report_of(stager, earlier, needs_writer=needs_writer)
+    own = _Told(failure, ending_of(earlier), items.digests, is_known, report, can_capture)
+    found = gather(own, group)
     if failures := [told.failure for told in found if told.failure is not None]:
         raise CheckpointSaveError(
             f"{asked} failed: {failures[0].rstrip('.')}. Older checkpoints are untouched."
@@ -102,7 +99,6 @@ def hand_over(
     agreed = agreed_failure(earlier, [told.ending for told in found])
     verdict = Verdict(agreed, can_stage=False)
     if stager is not None:
-        needs_writer = prepare is not None
         verdict = settle(stager, earlier, group, needs_writer=needs_writer, reports=reports)
     payload = {key: value for key, value in share.items() if key not in written}
     return Handover(payload, verdict, all(told.can_capture for told in found))

@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.components.checkpointer import TRAIN_STATE
+from torchtitan.components.checkpointer.pinned.stager import SharedMemoryStager
 from torchtitan.components.checkpointer.rank_state import RankState
 from torchtitan.components.checkpointer.state import (
     COPIED_AT_ONCE_BYTES,
@@ -41,7 +42,7 @@ class Stager:
 
 
 def captured(states: dict[str, Any]) -> Any:
-    return capture(states, Stager())  # pyrefly: ignore[bad-argument-type]
+    return capture(states, cast(SharedMemoryStager, Stager()))
 
 
 def rank_state() -> RankState:
