@@ -145,6 +145,7 @@ def save_in_trouble(
             train_one()  # where it is found out, before it would have saved
         else:
             run.train(run.step + 1)
+            run.manager.maybe_wait_for_staging()  # until the ranks have told each other
         told.append("\n".join(log.lines))
     run.train(run.step + 1)
     run.manager.close()

@@ -70,7 +70,10 @@ def lose_starting_writers(folder: Path, way: Way) -> Any:
 
     with patch.object(SharedMemoryStager, "start_writer", start_and_lose):
         run.train(2)
+        run.manager.maybe_wait_for_staging()
     message = message_of(run.train, 3)
+    if message == "nothing was raised":
+        message = message_of(run.manager.maybe_wait_for_saving)  # a thread has found it
     run.train(4)
     run.manager.close()
     return message, children()
