@@ -1,6 +1,5 @@
 """Saves that a thread begins, on several ranks: none waits for another, and all of them count alike."""
 
-import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 
 from tests.ranks.pool import run_on_ranks
+from tests.ranks.trouble import RankLog
 from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
 from tests.unit_tests.components.checkpointer.ways import TC
 
@@ -45,23 +45,16 @@ def test_a_save_returns_though_another_rank_has_not_come_to_it(tmp_path: Path) -
     assert run_on_ranks(2, save_while_another_rank_stays_away, tmp_path) == [wanted, wanted]
 
 
-class Log(logging.Handler):
-    """How often in a row a save had failed, each time this rank has said it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[str] = []
-        logging.getLogger().addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _, _, count = record.getMessage().partition("Failed in a row: ")
-        self.counts += [count.partition(";")[0]] if count else []
+def counts_in(lines: list[str]) -> list[str]:
+    """How many saves had failed in a row, each time a rank has said so."""
+    told = [line.partition("Failed in a row: ")[2] for line in lines]
+    return [count.partition(";")[0] for count in told if count]
 
 
 def fail_where_ranks_go_different_ways(folder: Path) -> tuple[list[str], str, int]:
     """Rank 0 makes each other save in the thread that trains, rank 1 each in another thread."""
     run = run_in(folder, on_save_failure="warn", max_failed_saves=4)
-    log, captured, told = Log(), run.manager._captured, ""
+    log, captured, told = RankLog(), run.manager._captured, ""
 
     def in_turns() -> Any:
         return captured() if dist.get_rank() == 1 or run.step % 2 else None
@@ -81,7 +74,7 @@ def fail_where_ranks_go_different_ways(folder: Path) -> tuple[list[str], str, in
             except CheckpointSaveError as error:
                 told = str(error)
     run.manager.close()
-    return log.counts, told, run.step
+    return counts_in(log.lines), told, run.step
 
 
 def test_ranks_that_save_in_different_ways_count_alike_and_end_with_the_same(

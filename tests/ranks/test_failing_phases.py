@@ -4,7 +4,6 @@ Whatever fails lies behind our own seams, at the one rank that is to fail; the o
 """
 
 import functools
-import logging
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.ranks.steering import (
     disk_full,
     Steering,
 )
+from tests.ranks.trouble import RankLog
 from tests.unit_tests.components.checkpointer.runs import build_run, Run
 from tests.unit_tests.components.checkpointer.ways import ASYNC, over, TC_WAITING, Way
 
@@ -97,18 +97,6 @@ def _steered(steering: Steering, phase: str, fail: Any) -> Generator[None]:
     steering.stop()
 
 
-class Log(logging.Handler):
-    """What this rank says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger().addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 GOING_ON = {"on_save_failure": "warn", "max_failed_saves": 2}
 
 
@@ -124,7 +112,7 @@ def save_in_trouble(
         **policy,
         **steering.settings,
     )
-    log = Log()
+    log = RankLog()
     told: list[str] = []
 
     def train_one() -> None:

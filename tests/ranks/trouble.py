@@ -1,5 +1,6 @@
 """A save and a load on several ranks, looked at from inside; the same for both back ends."""
 
+import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, ExitStack
 from pathlib import Path
@@ -15,6 +16,18 @@ from tests.unit_tests.components.checkpointer.ways import Way
 
 Outcome = tuple[str, str, bool, bool]
 """(class of the error, its text, whether all objects are the same, whether a good step loads then)"""
+
+
+class RankLog(logging.Handler):
+    """What this rank says from here on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def as_saved(snapshot: dict[str, Any], *, model_prefix: str) -> dict[str, Any]:

@@ -45,7 +45,9 @@ class ModelWrapper(Stateful):
         self.buffers: list[torch.Tensor] = []
         """All of the model's as they were when its entries were last taken, saved or not."""
         self._copies: dict[str, torch.Tensor] = {}
-        # Of the entries that are the cached ones; empty if nobody knows.
+        """Of the entries that change in a forward pass, as they were at the last save that took them."""
+        # What the model's tensors looked like, and which they were, when every cached entry was a view of one.
+        # As long as that is so, nothing has to be compared or copied. Empty if nobody knows.
         self._sights: dict[str, tuple[Any, ...]] = {}
         self._seen: list[torch.Tensor] = []
         self._refresh()
@@ -77,9 +79,9 @@ class ModelWrapper(Stateful):
     def _take_over(self, fresh: Mapping[str, Any], own: Set[str]) -> bool:
         """Let the cached entries be the ``fresh`` ones, of which ``own`` are the model's own tensors.
 
-        Returns whether all are in the same memory now, so that none is to be copied for each save.
+        Returns whether each is a view of the fresh one now; of another one the values were copied.
         """
-        self._sights = {}
+        self._sights, self._seen = {}, []
         for gone in self.cached_state_dict.keys() - fresh.keys():
             del self.cached_state_dict[gone]
         changed = {
@@ -87,9 +89,9 @@ class ModelWrapper(Stateful):
             for name, value in fresh.items()
             if not _same_view(self.cached_state_dict.get(name), value)
         }
-        is_same_memory = True
         if not changed:
-            return is_same_memory
+            return True
+        is_copied = False
         in_use = {_place(value)[0] for value in fresh.values() if isinstance(value, torch.Tensor)}
         sources: dict[tuple[int, int], tuple[int, int]] = {}
         for name, value in changed.items():
@@ -99,10 +101,10 @@ class ModelWrapper(Stateful):
                 _place(cached), _place(value)
             ):
                 local_part(cached).copy_(local_part(value))
-                is_same_memory = False
+                is_copied = True
             else:
                 self.cached_state_dict[name] = value.detach() if name in own else value
-        return is_same_memory
+        return not is_copied
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

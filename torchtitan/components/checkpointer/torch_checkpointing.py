@@ -193,6 +193,11 @@ class TorchCheckpointingManager(SavingManager):
             return None
         return capture(self.states, self._stager)
 
+    def _could_capture(self, save: Due, earlier: CheckpointSaveError | None) -> bool:
+        # A save that was given up may still read what the one before has been taken into.
+        is_late = isinstance(earlier, CheckpointSaveTimeoutError)
+        return not save.is_last and not is_late and self._taken() is not None
+
     def _settle(
         self, save: Due, earlier: CheckpointSaveError | None, captured: Captured | None
     ) -> tuple[Verdict, dict[str, Any]]:
@@ -207,7 +212,7 @@ class TorchCheckpointingManager(SavingManager):
             earlier,
             take=partial(self._take, save.is_last) if captured is None else captured.items,
             prepare=prepare,
-            can_capture=captured is not None or (not save.is_last and self._taken() is not None),
+            can_capture=captured is not None or self._could_capture(save, earlier),
         )
         return handed.verdict, handed.payload
 

@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
 )
-from torchtitan.components.checkpointer.saving import SavingManager
+from torchtitan.components.checkpointer.saving import Due, SavingManager
 
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
 from tests.unit_tests.components.checkpointer.tc.stand_ins import Writers
@@ -254,6 +254,17 @@ def test_where_memory_turns_out_too_small_training_waits_for_the_write(
     again = build_run(tmp_path, seed=9, load_only=True, **TC.settings)
     assert again.manager.load(2) and again.snapshot() == expected
     again.manager.close()
+
+
+def test_nothing_is_taken_beside_a_save_that_may_still_read_what_the_last_was_taken_into(
+    tmp_path: Path,
+) -> None:
+    run = run_in(tmp_path)
+    save = Due(2, f"{tmp_path}/checkpoint/step-2", is_last=False)
+    assert run.manager._could_capture(save, None)
+    with patch.object(run.manager, "_taken", side_effect=AssertionError("it is taken")):
+        assert not run.manager._could_capture(save, CheckpointSaveTimeoutError("given up"))
+    run.manager.close()
 
 
 class Interrupt:
