@@ -71,7 +71,8 @@ class CheckpointOptions(Options):
     """Load from the disk instead of from the page cache."""
 
     warm_up_seconds: float = 5.0
-    """Steps between the start of a manager and its first save, in which what it starts gets ready."""
+    """At least so long steps are made between the start of a manager and its first save, and up to ten times
+    as long until the processes that it has started are ready."""
 
     growth_model: str = "4M"
     """Model whose saves are repeated to see whether something grows."""

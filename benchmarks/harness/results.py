@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.harness.errors import RefusedError
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -63,7 +63,7 @@ def write(result: Result, folder: Path) -> Path:
     """Keep ``result``; a file of the same cell is replaced, never left half written."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / result.cell.file_name
-    content = json.dumps({"schema": _SCHEMA, **asdict(result)}, indent=1)
+    content = json.dumps({"schema": _SCHEMA, **asdict(result)})
     half = path.with_suffix(".tmp")
     half.write_text(content + "\n")
     os.replace(half, path)

@@ -99,6 +99,11 @@ def cpu_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_seconds_below() -> float:
+    """The same without that of this process."""
+    return cpu_seconds() - time.process_time()
+
+
 def machine_cpu_seconds() -> float:
     """CPU time that everything on this machine has used, and what a hypervisor took away."""
     user, nice, system, _, _, interrupt, soft, steal = map(

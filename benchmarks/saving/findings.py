@@ -175,9 +175,9 @@ class Saves:
         """What the metric cannot be below on this machine."""
         return self.limits.median(*METRICS[name].limits)
 
-    def first(self, side: str, of: Callable[[Sample], float]) -> float:
-        """The same of the first save, of which there is one."""
-        return max(of(rank["first"][side]) for rank in self.result.by_rank)
+    def first(self, side: str, of: Callable[[Sample], float]) -> list[float]:
+        """The same of first saves, each of another object; they are no pairs."""
+        return slowest([[of(one) for one in rank["first"][side]] for rank in self.result.by_rank])
 
     def comparison(self, name: str) -> Comparison | None:
         """One side over the other; None where there is nothing to compare."""

@@ -1,6 +1,7 @@
 """What one rank does to measure the saves of a case; ``checkpoint.py`` starts it.
 
-    both sides: first save, memory -> [ limits? -> side A: idle, busy -> side B: idle, busy ]* -> sizes
+    both sides: [ open, warm up, first save ]* -> memory
+                -> [ limits? -> side A: idle, busy -> side B: idle, busy ]* -> sizes
 
 The sides take turns in the same processes on the same state. Every rank returns its own samples.
 """
@@ -20,8 +21,15 @@ from benchmarks.harness.models import all_ranks, Run, SIZES
 from benchmarks.harness.pairs import turns
 from benchmarks.saving.cases import Case, TABLES, Variants
 from benchmarks.saving.cycle import Saver, time_quiet_step
+from benchmarks.saving.sides import FIRST_STEP, remove_checkpoint
 
 _NUM_LIMITS = 5
+_NUM_FIRSTS = 6
+"""So many samples are the fewest that have an interval."""
+_IDLE_SHARE = 0.05
+"""Of one core: a process that uses less waits for something to do."""
+_MOST_WARM_UPS = 10
+"""After as many times the shortest warm-up nobody is waited for."""
 
 
 def measure(
@@ -44,10 +52,19 @@ def measure(
     found: dict[str, Any] = {"state_bytes": limits.size_bytes, "first": {}, "memory": {}}
     savers: dict[str, Saver] = {}
     for name in entry.sides:
-        tell(f"first saves: {name}")
-        savers[name], found["first"][name], found["memory"][name] = _open(
-            entry, name, run, work, warm_up_seconds
-        )
+        found["first"][name] = []
+        # Training waits for each save of a case that is not asynchronous, the first and all others.
+        num_firsts = min(_NUM_FIRSTS, num_pairs) if entry.is_async else 1
+        for number in range(num_firsts):
+            tell(f"first saves: {name}, {number + 1} of {num_firsts}")
+            usage.give_back_freed_memory()  # or this side would seem to need less than the one before it
+            before = usage.read()
+            savers[name] = _open(entry, name, run, work, warm_up_seconds)
+            found["first"][name].append(savers[name].idle())
+            if number + 1 < num_firsts:
+                savers[name].side.close()
+                remove_checkpoint(savers[name].side, FIRST_STEP)
+        found["memory"][name] = _memory_of_save(savers[name], before)
         entry.check(name, savers[name].newest)
     found |= {"idle": {name: [] for name in savers}, "busy": {name: [] for name in savers}}
     found |= {"limits": [], "quiet_step": [], "cpu": []}
@@ -77,31 +94,46 @@ def measure(
 
 def _open(
     case: Case | Variants, name: str, run: Run, parent: Path, warm_up_seconds: float
-) -> tuple[Saver, dict[str, float], dict[str, Any]]:
-    """The saver of a side, the times of its first save, and the memory of its second one."""
-    usage.give_back_freed_memory()  # or this side would seem to need less than the one before it
-    before = usage.read()
+) -> Saver:
+    """The saver of a side, ready for its first save."""
     saver = Saver(case.build(name, run, parent), run)
     saver.side.prepare()
-    # In a run there are many steps before the first save, in which what was prepared gets ready.
-    until = time.monotonic() + (warm_up_seconds if case.is_async else 0)
-    while not all_ranks(time.monotonic() >= until):
+    if case.is_async:
+        _warm_up(run, warm_up_seconds)
+    return saver
+
+
+def _warm_up(run: Run, seconds: float) -> None:
+    """Steps, at least for ``seconds``, until the processes below all ranks wait for something to do.
+
+    In a run there are many steps before the first save, in which what was prepared gets ready.
+    """
+    started = time.monotonic()
+    is_ready = False
+    while not all_ranks(is_ready):
+        began, used = time.monotonic(), usage.cpu_seconds_below()
         run.step()
-    first = saver.idle()
+        elapsed = time.monotonic() - started
+        share = (usage.cpu_seconds_below() - used) / (time.monotonic() - began)
+        is_late = elapsed >= _MOST_WARM_UPS * seconds
+        is_ready = elapsed >= seconds and (share < _IDLE_SHARE or is_late)
+
+
+def _memory_of_save(saver: Saver, before: usage.Usage) -> dict[str, int]:
+    """What a save takes at most, and what it keeps, since ``before`` its side was there."""
     usage.give_back_freed_memory()  # that of the steps
     dist.barrier()
     with usage.PeakWatch() as watch:
         saver.idle()
     usage.give_back_freed_memory()
     kept = usage.read()
-    memory = {
+    return {
         "peak": watch.peak_total_bytes - before.total_bytes,
         "peak_own": watch.peak.own_bytes - before.own_bytes,
         "peak_shared": watch.peak.shared_bytes - before.shared_bytes,
         "peak_writer": watch.peak.writer_bytes - before.writer_bytes,
         "kept": kept.total_bytes - before.total_bytes,
     }
-    return saver, first, memory
 
 
 def bytes_by_rank(folder: Path, pattern: str, world_size: int) -> list[int]:

@@ -111,7 +111,10 @@ def cost_table(saves: Sequence[Saves]) -> str:
                 value = cell.median(side, name)
                 limit = cell.limit(name)
                 cells_of_row.append(NOTHING if value is None else timed(value, limit))
-            first = cell.first(side, METRICS["blocked"].of), cell.first(side, METRICS["durable"].of)
+            first = [
+                statistics.median(cell.first(side, METRICS[name].of))
+                for name in ("blocked", "durable")
+            ]
             cells_of_row += [
                 percent(cell.median(side, "slow")),
                 timed(first[0], cell.limit("blocked")),
@@ -119,7 +122,7 @@ def cost_table(saves: Sequence[Saves]) -> str:
             ]
             rows.append([*_place(cell), side, *cells_of_row])
     head = ["state", "case", "side", *(METRICS[name].title for name in _COSTS)]
-    head += ["steps slower while writing", "first save: blocked", "first save: durable"]
+    head += ["steps slower while writing", "first saves: blocked", "first saves: durable"]
     return table(head, rows) if rows else ""
 
 

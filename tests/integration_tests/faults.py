@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 20
 class Fault:
     kind: Literal["none", "raise", "kill", "terminate", "wait", "full_disk"] = "none"
     """raise an error; SIGKILL the own process; SIGTERM for it; wait for a signal; no longer be able
-    to write a file of more than a mebibyte."""
+    to write a file of more than a mebibyte, once the saves that were begun are written."""
 
     rank: int = 1
     """Where; -1 is everywhere."""
@@ -50,6 +50,9 @@ class FaultyTrainer(Trainer):
         fault, rank = self.config.fault, int(os.environ["RANK"])
         steps_done = self.step - 1 - self.metrics_processor.start_step
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if fault.kind == "full_disk" and steps_done == fault.after_steps:
+            # All ranks, or the fault would hit whichever save a machine of this speed still writes.
+            self.checkpointer.maybe_wait_for_saving()
         if fault.rank in (rank, -1) and steps_done == fault.after_steps:
             if not (fault.first_attempt_only and attempt > 0):
                 self._plant(fault.kind)

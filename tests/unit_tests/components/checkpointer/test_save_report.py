@@ -50,6 +50,14 @@ def test_whoever_is_first_reports_and_the_others_are_silent() -> None:
     assert others["checkpoint/step"] == 7 and min(*duration.values(), *others.values()) >= 0
 
 
+def test_a_save_that_was_over_at_once_is_not_told_again_when_its_future_ends() -> None:
+    one = report()
+    with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl"):
+        one.completed_now()
+        one.completed(finished())
+    logger.info.assert_called_once()
+
+
 def test_a_failure_names_step_path_and_error_and_counts_no_time() -> None:
     with patch.object(save_report, "logger") as logger, patch.object(save_report, "sl") as sl:
         report().completed(finished(OSError("disk full")))

@@ -269,3 +269,13 @@ def test_what_is_put_together_later_has_the_settings_of_now_and_the_live_tensors
         same = found[name] is value if isinstance(value, torch.Tensor) else found[name] == value
         assert same, name
     assert ("param_groups.0.weight.extra" in found) == (kind == "own")
+
+
+def test_what_is_put_together_later_has_a_rate_in_a_tensor_as_it_is_now() -> None:
+    model = small_model()
+    optimizer = adamw(model)
+    step(model, optimizer)
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    put_together = flat_optim_state_later(optimizer)
+    rate.fill_(5.0)
+    assert put_together()["param_groups.0.weight.lr"].item() == 0.25

@@ -144,6 +144,19 @@ def test_a_weight_in_the_memory_of_a_buffer_changes_with_it_and_is_copied() -> N
     assert again()["two"].tolist() == [5.0, 5.0]
 
 
+def test_weights_in_other_memory_than_at_the_last_save_are_those_of_now_at_every_later_one() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    wrapper = ModelWrapper(model)
+    for number in range(3):
+        if number == 1:
+            model.weight = nn.Parameter(torch.empty(2, 2))
+        with torch.no_grad():
+            model.weight.fill_(number)
+        put_together = wrapper.state_dict_later()
+        assert put_together is not None
+        assert put_together()["weight"].unique().tolist() == [number]
+
+
 class Hooked(nn.Linear):
     """Has other code than torch's make its entries."""
 
