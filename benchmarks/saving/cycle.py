@@ -37,6 +37,10 @@ class Saver:
         """Where the last checkpoint was written."""
         return self.side.path_of(self._step)
 
+    def remove_newest(self) -> None:
+        """Have no checkpoint on the disk; collective."""
+        remove_checkpoint(self.side, self._step)
+
     def idle(self) -> dict[str, float]:
         """Nothing else runs beside the save."""
         started = self._begin()

@@ -203,9 +203,16 @@ class Saves:
         written = self._written(side)
         return max(written) / statistics.mean(written)
 
-    def memory(self, side: str, name: str) -> float:
-        """Memory of the rank that took most, over its part of the state."""
-        return max(rank["memory"][side][name] / rank["state_bytes"] for rank in self.result.by_rank)
+    def memory(self, side: str, *names: str) -> list[float]:
+        """Memory of the rank that took most, over its part of the state; one number for each first save.
+
+        Training itself takes a little more or less at times, so a single one may say too much.
+        """
+        by_rank = [
+            [sum(one[name] for name in names) / rank["state_bytes"] for one in rank["memory"][side]]
+            for rank in self.result.by_rank
+        ]
+        return slowest(by_rank)
 
     def _written(self, side: str) -> list[int]:
         written: list[int] = self.result.by_rank[0]["written"][side]

@@ -1,6 +1,6 @@
 """What one rank does to measure the saves of a case; ``checkpoint.py`` starts it.
 
-    both sides: [ open, warm up, first save ]* -> memory
+    both sides: [ open, warm up, first save, memory of the second ]*
                 -> [ limits? -> side A: idle, busy -> side B: idle, busy ]* -> sizes
 
 The sides take turns in the same processes on the same state. Every rank returns its own samples.
@@ -21,13 +21,14 @@ from benchmarks.harness.models import all_ranks, Run, SIZES
 from benchmarks.harness.pairs import turns
 from benchmarks.saving.cases import Case, TABLES, Variants
 from benchmarks.saving.cycle import Saver, time_quiet_step
-from benchmarks.saving.sides import FIRST_STEP, remove_checkpoint
 
 _NUM_LIMITS = 5
 _NUM_FIRSTS = 6
 """So many samples are the fewest that have an interval."""
 _IDLE_SHARE = 0.05
 """Of one core: a process that uses less waits for something to do."""
+_LOOK_SECONDS = 1.0
+"""In less than that a process that is ready to run may get no core."""
 _MOST_WARM_UPS = 10
 """After as many times the shortest warm-up nobody is waited for."""
 
@@ -52,7 +53,7 @@ def measure(
     found: dict[str, Any] = {"state_bytes": limits.size_bytes, "first": {}, "memory": {}}
     savers: dict[str, Saver] = {}
     for name in entry.sides:
-        found["first"][name] = []
+        found["first"][name], found["memory"][name] = [], []
         # Training waits for each save of a case that is not asynchronous, the first and all others.
         num_firsts = min(_NUM_FIRSTS, num_pairs) if entry.is_async else 1
         for number in range(num_firsts):
@@ -61,10 +62,10 @@ def measure(
             before = usage.read()
             savers[name] = _open(entry, name, run, work, warm_up_seconds)
             found["first"][name].append(savers[name].idle())
+            found["memory"][name].append(_memory_of_save(savers[name], before))
             if number + 1 < num_firsts:
                 savers[name].side.close()
-                remove_checkpoint(savers[name].side, FIRST_STEP)
-        found["memory"][name] = _memory_of_save(savers[name], before)
+                savers[name].remove_newest()
         entry.check(name, savers[name].newest)
     found |= {"idle": {name: [] for name in savers}, "busy": {name: [] for name in savers}}
     found |= {"limits": [], "quiet_step": [], "cpu": []}
@@ -108,15 +109,18 @@ def _warm_up(run: Run, seconds: float) -> None:
 
     In a run there are many steps before the first save, in which what was prepared gets ready.
     """
-    started = time.monotonic()
+    started = looked = time.monotonic()
+    used = usage.cpu_seconds_below()
     is_ready = False
     while not all_ranks(is_ready):
-        began, used = time.monotonic(), usage.cpu_seconds_below()
         run.step()
-        elapsed = time.monotonic() - started
-        share = (usage.cpu_seconds_below() - used) / (time.monotonic() - began)
-        is_late = elapsed >= _MOST_WARM_UPS * seconds
-        is_ready = elapsed >= seconds and (share < _IDLE_SHARE or is_late)
+        now = time.monotonic()
+        if now - looked < _LOOK_SECONDS:
+            continue
+        share = (usage.cpu_seconds_below() - used) / (now - looked)
+        looked, used = now, usage.cpu_seconds_below()
+        is_late = now - started >= _MOST_WARM_UPS * seconds
+        is_ready = now - started >= seconds and (share < _IDLE_SHARE or is_late)
 
 
 def _memory_of_save(saver: Saver, before: usage.Usage) -> dict[str, int]:

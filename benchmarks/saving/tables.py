@@ -143,7 +143,7 @@ def size_table(saves: Sequence[Saves]) -> str:
     for cell in saves:
         for side in cell.sides:
             memory = [
-                f"{cell.memory(side, name):.2f}"
+                f"{statistics.median(cell.memory(side, name)):.2f}"
                 for name in ("peak", "peak_own", "peak_shared", "peak_writer", "kept")
             ]
             written = [f"{cell.written_share(side):.4f}", f"{cell.imbalance(side):.3f}"]

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError, CheckpointReadError
-from torchtitan.components.checkpointer.integrity.digests import BLOCK_BYTES
 from torchtitan.tools.logging import logger
 
 from tests.fixtures.make_checkpoints import build, generators, Run
 from tests.ranks.damage import Damage, KINDS, random_damage, Step
 from tests.ranks.pool import run_on_ranks
+from tests.unit_tests.components.checkpointer.recomputed import manifest_in
 from tests.unit_tests.components.checkpointer.ways import (
     ASYNC,
     DISABLED,
@@ -196,12 +196,13 @@ def flip_bits(folder: Path, way: Way, num: int) -> list[str]:
     run.manager.close()
     path, rng, wrong = folder / "checkpoint" / "step-1", random.Random(5), []
     run = build(folder, way, seed=2, num_rows=NUM_ROWS, load_only=True)
-    large = sorted(file for file in path.iterdir() if file.stat().st_size > 2 * BLOCK_BYTES)
+    blocks = {path / name: each.block_bytes for name, each in manifest_in(path).files.items()}
+    large = sorted(file for file, length in blocks.items() if file.stat().st_size > 2 * length)
     for number in range(num):
         file = large[number % len(large)]
         position, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
         flip(file, position, bit)
-        start = position // BLOCK_BYTES * BLOCK_BYTES
+        start = position // blocks[file] * blocks[file]
         try:
             run.manager.load(1)
             wrong.append(f"bit {bit} of byte {position} of {file.name} was not found")

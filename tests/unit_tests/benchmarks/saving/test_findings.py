@@ -37,7 +37,7 @@ def rank(**manager: float) -> dict[str, Any]:
         "quiet_step": [0.3] * 15,
         "cpu": [[1.0, 0.5, 1.2]],
         "first": {"library": cycles(6, call=3.0), "manager": cycles(6)},
-        "memory": {"library": memory, "manager": memory},
+        "memory": {"library": [memory] * 6, "manager": [memory] * 6},
         "idle": {"library": cycles(15), "manager": cycles(15, **manager)},
         "busy": {"library": cycles(15), "manager": cycles(15, **manager)},
         "written": {"library": [1500, 500], "manager": [1050, 1050]},
@@ -102,7 +102,8 @@ def test_sizes_and_memory_are_told_over_the_state() -> None:
     found = Saves(saves(rank(), rank()))
     assert found.written_share("library") == found.written_share("manager") - 0.05 == 1.0
     assert (found.imbalance("library"), found.imbalance("manager")) == (1.5, 1.0)
-    assert found.memory("manager", "peak") == 0.5
+    assert found.memory("manager", "peak") == [0.5] * 6
+    assert found.memory("manager", "peak_own", "peak_shared") == [1.0] * 6
 
 
 @pytest.mark.parametrize(

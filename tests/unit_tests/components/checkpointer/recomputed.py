@@ -16,18 +16,19 @@ def manifest_in(step: Path) -> Manifest:
 def require_true(step: Path) -> Manifest:
     """The manifest, once it is known to list every file but itself, as each of them is."""
     found = manifest_in(step)
+    block_bytes = {name: digest.block_bytes for name, digest in found.files.items()}
     files = {
-        path.relative_to(step).as_posix(): digest_in(path.read_bytes())
-        for path in step.rglob("*")
-        if path.is_file() and path != step / MANIFEST
+        name: digest_in((step / name).read_bytes(), block_bytes.get(name, BLOCK_BYTES))
+        for name in (path.relative_to(step).as_posix() for path in step.rglob("*"))
+        if (step / name).is_file() and name != MANIFEST
     }
     assert found.files == files
     return found
 
 
-def digest_in(content: bytes) -> FileDigest:
+def digest_in(content: bytes, block_bytes: int = BLOCK_BYTES) -> FileDigest:
     """What the package that hashes has to say, block by block."""
-    starts = range(0, len(content), BLOCK_BYTES)
-    each = [xxhash.xxh3_64_hexdigest(content[at : at + BLOCK_BYTES]) for at in starts]
+    starts = range(0, len(content), block_bytes)
+    each = [xxhash.xxh3_64_hexdigest(content[at : at + block_bytes]) for at in starts]
     blocks = "".join(each) if len(each) > 1 else ""
-    return FileDigest(len(content), xxhash.xxh3_64_hexdigest(content), blocks)
+    return FileDigest(len(content), xxhash.xxh3_64_hexdigest(content), blocks, block_bytes)

@@ -98,7 +98,7 @@ def test_a_good_export_ends_a_run_and_one_that_is_not_to_be_checked_as_well(
     assert run.manager.is_finished(LAST) and not caplog.records
     with monkeypatch.context() as older:
         older.setattr(manifest, "SCHEMA", 0)
-        with pytest.raises(CheckpointMismatchError, match="has schema 2"):
+        with pytest.raises(CheckpointMismatchError, match="has schema 3"):
             run.manager.is_finished(LAST)
     cut_data(export, way)
     assert not run.manager.is_finished(LAST) and unchecked.manager.is_finished(LAST)

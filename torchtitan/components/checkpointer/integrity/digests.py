@@ -16,15 +16,30 @@ from typing_extensions import Buffer
 from xxhash import xxh3_64
 
 BLOCK_BYTES = 2**20
-"""The length of the blocks in what is written now: what is read and checked at once. Ranks that load in
-another layout read whole blocks, so they should be no longer than a part of a tensor; and a terabyte has
-a million of them, whose digests every rank is told."""
+"""The length of the blocks in a large file, and in one of unknown length: what is read and checked at once.
+A terabyte has a million of them, whose digests every rank is told."""
+
+_FINEST_BLOCK_BYTES = 2**18
+# A file with fewer blocks than that gets shorter ones: a few kilobytes more in the manifest.
+_FEW_BLOCKS = 2**10
 
 # An archive of torch has forty little writes for each tensor: hashed one by one they would take as
 # long as half of its saving, gathered first they hardly show.
 _FEW_BYTES = 64 * 2**10
 
 _DIGITS = 16
+
+
+def block_bytes_for(size_bytes: int) -> int:
+    """How long the blocks of a file should be that is to be about this long.
+
+    Ranks that load in another layout read and check whole blocks to get parts of tensors. Small files hold
+    small tensors, of which a long block has many that are another rank's.
+    """
+    block_bytes = BLOCK_BYTES
+    while block_bytes > _FINEST_BLOCK_BYTES and size_bytes < _FEW_BLOCKS * block_bytes:
+        block_bytes //= 2
+    return block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,7 @@ class Hasher:
     """Takes the bytes of a file in order and tells its digest."""
 
     def __init__(self, block_bytes: int | None = None) -> None:
-        """``block_bytes`` None is what is written now."""
+        """``block_bytes`` None is that of a file of unknown length."""
         self.size_bytes = 0
         self._block_bytes = BLOCK_BYTES if block_bytes is None else block_bytes
         self._pending = bytearray()
@@ -142,7 +157,7 @@ def flat(buffer: Buffer) -> memoryview:
 
 
 def digest_of(content: Buffer, block_bytes: int | None = None) -> FileDigest:
-    """The digest of a file that holds ``content``; ``block_bytes`` None is what is written now."""
+    """The digest of a file that holds ``content``; ``block_bytes`` None is as for ``Hasher``."""
     hasher = Hasher(block_bytes)
     hasher.update(content)
     return hasher.digest()
@@ -154,9 +169,10 @@ class HashingStream(io.IOBase):
     ``with HashingStream(stream)`` enters and leaves ``stream``, which may sync or commit there.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, block_bytes: int | None = None) -> None:
+        """``block_bytes`` None is that of a file of unknown length."""
         self._stream = self._context = stream
-        self._hasher = Hasher()
+        self._hasher = Hasher(block_bytes)
 
     def digest(self) -> FileDigest:
         """Of all that was written so far; may be asked after closing, too."""

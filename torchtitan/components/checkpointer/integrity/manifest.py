@@ -13,7 +13,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, cast, Literal, NoReturn
 
@@ -25,17 +25,16 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
 )
-from torchtitan.components.checkpointer.integrity import digests
 from torchtitan.components.checkpointer.integrity.digests import FileDigest
 from torchtitan.components.checkpointer.storage import MovingStorage
 
 MANIFEST = "manifest.json"
 """Its name in the directory of a checkpoint."""
 
-SCHEMA = 2
+SCHEMA = 3
 """The version of the format that is written, and the newest one that can be read.
 
-1: without ``block_bytes``; blocks have 4 MiB. 2: says how long they are.
+1: blocks have 4 MiB. 2: says in ``block_bytes`` how long those of all files are. 3: says so of each file.
 """
 
 ManifestKind = Literal["full", "model_only", "hf"]
@@ -82,12 +81,7 @@ class Manifest:
     files: dict[str, FileDigest]
     """By name relative to the directory of the checkpoint, with "/" between parts."""
 
-    block_bytes: int = field(default_factory=lambda: digests.BLOCK_BYTES)
-    """Of all their digests."""
-
     def __post_init__(self) -> None:
-        if any(digest.block_bytes != self.block_bytes for digest in self.files.values()):
-            raise ValueError(f"not all digests are of blocks of {self.block_bytes} bytes")
         for name in self.files:
             # Not only on reading: a manifest that nobody can read must not be written.
             if any(part in ("", ".", "..") for part in name.split("/")):
@@ -131,7 +125,8 @@ def render(manifest: Manifest) -> bytes:
     return text
 
 
-def _text_of(manifest: Manifest, schema: int) -> bytes:
+def _text_of(manifest: Manifest, schema: int, of_all: int | None = None) -> bytes:
+    """``of_all`` is what schema 2 has for ``block_bytes``."""
     head = manifest.head
     fields = {
         "schema": schema,
@@ -143,11 +138,12 @@ def _text_of(manifest: Manifest, schema: int) -> bytes:
         "parallel": head.parallel,
         "versions": head.versions,
         "config": _plain(head.config),
-        **({} if schema == 1 else {"block_bytes": manifest.block_bytes}),
+        **({"block_bytes": of_all} if schema == 2 else {}),
         "files": {
             name: {
                 "size_bytes": digest.size_bytes,
                 "xxh3_64": digest.xxh3_64,
+                **({} if schema < 3 else {"block_bytes": digest.block_bytes}),
                 "blocks": digest.blocks,
             }
             for name, digest in sorted(manifest.files.items())
@@ -182,8 +178,9 @@ def parse(content: bytes, path: str) -> Manifest:
     if schema < 1:
         _damaged(path, f"there has never been a schema {schema}")
     try:
-        manifest = _manifest_of(json.loads(content), schema)
-        is_canonical = _text_of(manifest, schema) == content
+        fields = json.loads(content)
+        manifest = _manifest_of(fields, schema)
+        is_canonical = _text_of(manifest, schema, fields.get("block_bytes")) == content
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _damaged(path, f"its content makes no sense: {error!r}", error)
     if not is_canonical:
@@ -209,9 +206,7 @@ def read(storage: MovingStorage, path: str) -> Manifest | None:
 
 
 def _manifest_of(fields: dict[str, Any], schema: int) -> Manifest:
-    block_bytes = _BLOCK_BYTES_IN_SCHEMA_1 if schema == 1 else fields["block_bytes"]
-    if type(block_bytes) is not int:
-        raise ValueError(f"block_bytes {block_bytes!r}")
+    of_all = fields["block_bytes"] if schema == 2 else _BLOCK_BYTES_IN_SCHEMA_1
     step, world_size, kind = fields["step"], fields["world_size"], fields["kind"]
     if type(step) is not int or type(world_size) is not int or type(fields["backend"]) is not str:
         raise ValueError(f"step {step!r}, world_size {world_size!r}, backend {fields['backend']!r}")
@@ -227,6 +222,9 @@ def _manifest_of(fields: dict[str, Any], schema: int) -> Manifest:
             raise ValueError(f"the size of {name!r} is {entry['size_bytes']!r}")
         if not _DIGITS.fullmatch(entry["xxh3_64"] + entry["blocks"]):
             raise ValueError(f"the digests of {name!r} are none")
+        block_bytes = of_all if schema < 3 else entry["block_bytes"]
+        if type(block_bytes) is not int:
+            raise ValueError(f"the blocks of {name!r} have {block_bytes!r} bytes")
         sizes_and_digests = entry["size_bytes"], entry["xxh3_64"], entry["blocks"]
         files[name] = FileDigest(*sizes_and_digests, block_bytes)
     head = Head(
@@ -238,7 +236,7 @@ def _manifest_of(fields: dict[str, Any], schema: int) -> Manifest:
         versions=dict(fields["versions"]),
         config=None if fields["config"] is None else dict(fields["config"]),
     )
-    return Manifest(head=head, files=files, block_bytes=block_bytes)
+    return Manifest(head=head, files=files)
 
 
 def _with_digest(text: bytes, place: re.Match[bytes], digest: str) -> bytes:

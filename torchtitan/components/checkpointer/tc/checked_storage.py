@@ -18,11 +18,13 @@ from typing_extensions import Buffer
 
 from torchtitan.components.checkpointer.errors import CheckpointDamagedError
 from torchtitan.components.checkpointer.integrity.digests import (
+    block_bytes_for,
     digest_of,
     FileDigest,
     HashingStream,
 )
 from torchtitan.components.checkpointer.integrity.verification import Verification
+from torchtitan.components.checkpointer.tc.leaves import tensor_bytes
 
 
 class CheckedStorage(Storage):
@@ -58,21 +60,23 @@ class CheckedStorage(Storage):
         return self._hashed(path, self._storage.stream_write(path))
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
-        return self._hashed(path, self._storage.get_write_stream(path, data))
+        # A writer of torch adds little to the tensors.
+        block_bytes = block_bytes_for(tensor_bytes(data))
+        return self._hashed(path, self._storage.get_write_stream(path, data), block_bytes)
 
     def write(self, path: Path, data: Buffer) -> None:
         self._storage.write(path, data)
         if self.takes_digests:
             self._digests[Path(path)] = digest_of(data)
 
-    def _hashed(self, path: Path, stream: io.IOBase) -> io.IOBase:
+    def _hashed(self, path: Path, stream: io.IOBase, block_bytes: int | None = None) -> io.IOBase:
         if not self.takes_digests:
             return stream
 
         def keep(digest: FileDigest) -> None:
             self._digests[Path(path)] = digest
 
-        return _Hashed(stream, keep)
+        return _Hashed(stream, keep, block_bytes)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
         """Raises ``CheckpointDamagedError``, as what it returns does."""
@@ -164,8 +168,10 @@ def _name(path: Path, checkpoint_id: str) -> str:
 class _Hashed(HashingStream):
     """Hands over its digest when it is closed in order."""
 
-    def __init__(self, stream: io.IOBase, keep: Callable[[FileDigest], None]) -> None:
-        super().__init__(stream)
+    def __init__(
+        self, stream: io.IOBase, keep: Callable[[FileDigest], None], block_bytes: int | None
+    ) -> None:
+        super().__init__(stream, block_bytes)
         self._keep = keep
 
     def __exit__(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpointer.state import MODEL
+from torchtitan.components.checkpointer.state import local_part, MODEL
 
 Nested = tuple[str | int, ...]
 """Where something lies in the state dict of an item."""
@@ -37,6 +37,12 @@ def leaves(tree: Any, nested: Nested = ()) -> Iterator[tuple[Nested, Any]]:
             yield from leaves(value, (*nested, key))
         else:
             yield (*nested, key), value
+
+
+def tensor_bytes(tree: Any) -> int:
+    """How long the elements of all tensors in ``tree`` are that are this rank's."""
+    tensors = [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
 def path_of(key: str, nested: Nested) -> Nested:

@@ -133,13 +133,13 @@ def test_any_other_text_is_found(start: int, removed: int, put: bytes) -> None:
 
 
 def test_a_newer_version_is_told_from_damage() -> None:
-    newer = signed(render(EXAMPLE).replace(b'"schema": 2,', b'"schema": 3,\n  "new": [],', 1))
+    newer = signed(render(EXAMPLE).replace(b'"schema": 3,', b'"schema": 4,\n  "new": [],', 1))
     # The two first fields stay where they are; all else may be anything.
     newer = signed(newer.replace(b',\n  "new": []', b"", 1).replace(b'"files"', b'"parts"'))
-    with pytest.raises(CheckpointMismatchError, match="schema 3.*reads up to 2.*newer") as caught:
+    with pytest.raises(CheckpointMismatchError, match="schema 4.*reads up to 3.*newer") as caught:
         parse(newer, "m")
     assert not isinstance(caught.value, CheckpointReadError)
-    assert SCHEMA == 2
+    assert SCHEMA == 3
     with pytest.raises(CheckpointDamagedError):
         parse(newer.replace(b'"step": 30', b'"step": 31'), "m")
 
@@ -165,13 +165,14 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
         lambda fields: fields.update(parallel={"dp": True}),
         lambda fields: fields.update(versions={"torch": 2}),
         lambda fields: fields.update(files=[]),
-        lambda fields: fields.pop("block_bytes"),
-        lambda fields: fields.update(block_bytes=0),
-        lambda fields: fields.update(block_bytes=float(BLOCK_BYTES)),
-        lambda fields: fields.update(block_bytes=4 * BLOCK_BYTES),
+        lambda fields: fields.update(block_bytes=BLOCK_BYTES),
         lambda fields: fields.update(files={"a": None}),
         lambda fields: fields["files"].update({"../step-20/a": fields["files"][".metadata"]}),
         lambda fields: fields["files"].update({"/etc/passwd": fields["files"][".metadata"]}),
+        lambda fields: fields["files"][".metadata"].pop("block_bytes"),
+        lambda fields: fields["files"][".metadata"].update(block_bytes=0),
+        lambda fields: fields["files"][".metadata"].update(block_bytes=float(BLOCK_BYTES)),
+        lambda fields: fields["files"]["__0_0.distcp"].update(block_bytes=4 * BLOCK_BYTES),
         lambda fields: fields["files"][".metadata"].update(size_bytes="5"),
         lambda fields: fields["files"][".metadata"].update(size_bytes=-1),
         lambda fields: fields["files"][".metadata"].update(size_bytes=5.0),

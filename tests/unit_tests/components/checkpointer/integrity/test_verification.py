@@ -155,7 +155,7 @@ def test_what_a_newer_version_wrote_is_refused_whatever_is_to_be_checked(
 ) -> None:
     storage = in_memory()
     monkeypatch.setattr(manifest, "SCHEMA", 0)
-    with pytest.raises(CheckpointMismatchError, match="has schema 2"):
+    with pytest.raises(CheckpointMismatchError, match="has schema 3"):
         Verification.begin(storage, PATH, mode)
 
 

@@ -144,7 +144,9 @@ def test_a_weight_in_the_memory_of_a_buffer_changes_with_it_and_is_copied() -> N
     assert again()["two"].tolist() == [5.0, 5.0]
 
 
-def test_weights_in_other_memory_than_at_the_last_save_are_those_of_now_at_every_later_one() -> None:
+def test_weights_in_other_memory_than_at_the_last_save_are_those_of_now_at_every_later_one() -> (
+    None
+):
     model = nn.Linear(2, 2, bias=False)
     wrapper = ModelWrapper(model)
     for number in range(3):

@@ -51,8 +51,9 @@ def test_every_way_to_write_a_file_leaves_its_digest(tmp_path: Path, on_disk: bo
     with storage.stream_write(folder / "a") as stream:
         for start in range(0, len(LONG), 999_999):
             stream.write(LONG[start : start + 999_999])
-    with storage.get_write_stream(folder / "inside/b", None) as stream:
-        torch.save({"w": torch.arange(10)}, cast(IO[bytes], stream))
+    item = {"w": torch.arange(10)}
+    with storage.get_write_stream(folder / "inside/b", item) as stream:
+        torch.save(item, cast(IO[bytes], stream))
     storage.write(folder / "c", memoryview(LONG))
     closed = storage.stream_write(folder / "d").__enter__()
     closed.write(b"abc")
@@ -60,8 +61,34 @@ def test_every_way_to_write_a_file_leaves_its_digest(tmp_path: Path, on_disk: bo
     found = storage.written_below(folder)
     assert found.keys() == {"a", "inside/b", "c", "d"}
     for name, digest in found.items():
-        assert digest == digest_in(storage.read(folder / name)), name
+        content = storage.read(folder / name)
+        assert digest == digest_in(content, digest.block_bytes), name
     assert storage.written_below(folder / "inside").keys() == {"b"}
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "block_bytes"),
+    [
+        (0, MIB // 4),
+        (512 * MIB - 1, MIB // 4),
+        (512 * MIB, MIB // 2),
+        (1024 * MIB - 1, MIB // 2),
+        (1024 * MIB, MIB),
+        (2**40, MIB),
+    ],
+)
+def test_a_small_file_has_short_blocks_and_a_large_one_not_too_many(
+    memory: InMemory, size_bytes: int, block_bytes: int
+) -> None:
+    storage = CheckedStorage(memory.create_storage())
+    half = torch.empty(size_bytes // 2, dtype=torch.uint8, device="meta")
+    rest = torch.empty(size_bytes - size_bytes // 2, dtype=torch.uint8, device="meta")
+    with storage.get_write_stream(STEP / "a", {"one": half, "more": [rest, 7]}) as stream:
+        cast(IO[bytes], stream).write(b"abc")
+    assert storage.written_below(STEP)["a"].block_bytes == block_bytes
 
 
 def test_a_file_that_was_not_finished_is_no_part_of_what_was_written(memory: InMemory) -> None:

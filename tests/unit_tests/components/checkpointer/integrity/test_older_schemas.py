@@ -1,4 +1,4 @@
-"""A manifest of the first schema, as it was written then, still says what its files have to hold."""
+"""A manifest of an older schema, as it was written then, still says what its files have to hold."""
 
 import re
 
@@ -8,12 +8,13 @@ from torchtitan.components.checkpointer.integrity.manifest import parse, render
 from torchtitan.components.checkpointer.integrity.verification import Verification, Verify
 
 from tests.unit_tests.components.checkpointer.fakes import MemoryStorage
+from tests.unit_tests.components.checkpointer.integrity.test_manifest import signed
 
 MIB = 2**20
 # Nine different blocks of today; three of then.
 CONTENT = b"".join(bytes([number]) * MIB for number in range(9))
 
-WRITTEN = b"""{
+FIRST = b"""{
   "schema": 1,
   "xxh3_64": "8aa63b21e750b049",
   "step": 30,
@@ -45,39 +46,60 @@ WRITTEN = b"""{
 """
 
 
-def verification(content: bytes = CONTENT) -> Verification:
+SECOND = (
+    FIRST.replace(b'"schema": 1', b'"schema": 2')
+    .replace(b'"8aa63b21e750b049"', b'"03afdf5f8a679bad"')
+    .replace(b'  "files"', b'  "block_bytes": 4194304,\n  "files"')
+)
+
+OLDER = pytest.mark.parametrize("written", [FIRST, SECOND], ids=["first", "second"])
+
+
+def verification(written: bytes, content: bytes = CONTENT) -> Verification:
     storage = MemoryStorage()
-    for name, written in {
-        "manifest.json": WRITTEN,
+    for name, each in {
+        "manifest.json": written,
         ".metadata": b"index",
         "__0_0.distcp": content,
     }.items():
-        storage.add(f"/run/step-30/{name}", written)
+        storage.add(f"/run/step-30/{name}", each)
     return Verification.begin(storage, "/run/step-30", Verify.FULL, step=30)
 
 
-def test_whole_files_and_parts_of_them_are_good() -> None:
-    found = verification()
+@OLDER
+def test_whole_files_and_parts_of_them_are_good(written: bytes) -> None:
+    found = verification(written)
     assert found.check(".metadata", b"index") == b"index"
     assert found.check("__0_0.distcp", CONTENT) == CONTENT
 
 
+@OLDER
 @pytest.mark.parametrize(("at", "block"), [(0, (0, 4)), (5 * MIB, (4, 8)), (9 * MIB - 1, (8, 9))])
-def test_damage_is_told_of_the_blocks_of_then(at: int, block: tuple[int, int]) -> None:
+def test_damage_is_told_of_the_blocks_of_then(
+    written: bytes, at: int, block: tuple[int, int]
+) -> None:
     changed = bytearray(CONTENT)
     changed[at] ^= 1
     told = re.escape(f"bytes {block[0] * MIB}..{block[1] * MIB - 1}")
     with pytest.raises(CheckpointDamagedError, match=told):
-        verification(bytes(changed)).check("__0_0.distcp", bytes(changed))
+        verification(written, bytes(changed)).check("__0_0.distcp", bytes(changed))
 
 
-def test_what_is_written_anew_of_it_is_of_today() -> None:
-    manifest = parse(WRITTEN, "m")
+@OLDER
+def test_what_is_written_anew_of_it_is_of_today(written: bytes) -> None:
+    manifest = parse(written, "m")
     assert parse(render(manifest), "m") == manifest
-    assert b'"schema": 2' in render(manifest) and b'"block_bytes": 4194304' in render(manifest)
+    assert b'"schema": 3' in render(manifest)
+    assert render(manifest).count(b'"block_bytes": 4194304') == 2
+
+
+@pytest.mark.parametrize("told", [b"0", b"-1", b"4194304.0", b'"4194304"', b"8388608"])
+def test_a_length_of_blocks_that_nothing_wrote_is_damage(told: bytes) -> None:
+    with pytest.raises(CheckpointDamagedError):
+        parse(signed(SECOND.replace(b"4194304", told, 1)), "m")
 
 
 @pytest.mark.parametrize("schema", [b"0", b"00"])
 def test_a_schema_that_never_was_is_damage(schema: bytes) -> None:
     with pytest.raises(CheckpointDamagedError):
-        parse(WRITTEN.replace(b'"schema": 1', b'"schema": ' + schema, 1), "m")
+        parse(FIRST.replace(b'"schema": 1', b'"schema": ' + schema, 1), "m")
