@@ -71,8 +71,8 @@ class CheckpointOptions(Options):
     """Load from the disk instead of from the page cache."""
 
     warm_up_seconds: float = 5.0
-    """At least so long steps are made between the start of a manager and its first save, and up to ten times
-    as long until the processes that it has started are ready."""
+    """Steps between the start of a manager and its first save; what it has started is then waited for until
+    it is ready."""
 
     growth_model: str = "4M"
     """Model whose saves are repeated to see whether something grows."""

@@ -28,9 +28,8 @@ _NUM_FIRSTS = 6
 _IDLE_SHARE = 0.05
 """Of one core: a process that uses less waits for something to do."""
 _LOOK_SECONDS = 1.0
-"""In less than that a process that is ready to run may get no core."""
-_MOST_WARM_UPS = 10
-"""After as many times the shortest warm-up nobody is waited for."""
+_MOST_WAIT_SECONDS = 60.0
+"""Longer than that nobody is waited for."""
 
 
 def measure(
@@ -105,22 +104,19 @@ def _open(
 
 
 def _warm_up(run: Run, seconds: float) -> None:
-    """Steps, at least for ``seconds``, until the processes below all ranks wait for something to do.
+    """Steps for ``seconds``, and then a wait until the processes below all ranks have nothing more to do.
 
-    In a run there are many steps before the first save, in which what was prepared gets ready.
+    In a run there are many steps before the first save, in which what was prepared gets ready, with little
+    of the machine where training uses all of it.
     """
-    started = looked = time.monotonic()
-    used = usage.cpu_seconds_below()
-    is_ready = False
-    while not all_ranks(is_ready):
+    until = time.monotonic() + seconds
+    while not all_ranks(time.monotonic() >= until):
         run.step()
-        now = time.monotonic()
-        if now - looked < _LOOK_SECONDS:
-            continue
-        share = (usage.cpu_seconds_below() - used) / (now - looked)
-        looked, used = now, usage.cpu_seconds_below()
-        is_late = now - started >= _MOST_WARM_UPS * seconds
-        is_ready = now - started >= seconds and (share < _IDLE_SHARE or is_late)
+    used, until, is_ready = usage.cpu_seconds_below(), until + _MOST_WAIT_SECONDS, False
+    while not all_ranks(is_ready or time.monotonic() >= until):
+        time.sleep(_LOOK_SECONDS)
+        before, used = used, usage.cpu_seconds_below()
+        is_ready = used - before < _IDLE_SHARE * _LOOK_SECONDS
 
 
 def _memory_of_save(saver: Saver, before: usage.Usage) -> dict[str, int]:

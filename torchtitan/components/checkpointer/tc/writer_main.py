@@ -3,6 +3,7 @@
 trainer: Staged.deliver(Job) -> pinned/serving.py -> save -> Writer -> files
 """
 
+import importlib
 import logging
 import pickle
 from collections.abc import Callable, Mapping
@@ -139,4 +140,6 @@ def main() -> None:
     init_logger()  # what is said here looks as it does in the trainer
     # Meshes come without process groups here, which torch would warn of, past our console.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    # The first sharded tensor would import it, which takes a second, while its save waits.
+    importlib.import_module("torch._dynamo")
     serving.run(join=join, save=save, is_agreed=is_agreed)

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -133,6 +135,37 @@ def test_a_shard_is_written_as_the_sharded_tensor_that_it_is_part_of(
     assert isinstance(found, DTensor) and found.placements == (Shard(0),)
     assert found.to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
     assert found.device_mesh.mesh_dim_names == ("dp",)
+
+
+_FIRST_SHARD = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torchtitan.components.checkpointer.tc import writer_main
+
+
+def run(**_):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    meta = TensorMeta(torch.Size([4]), (1,), torch.float32)
+    before = set(sys.modules)
+    writer_main.build_shard(torch.ones(4), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta))
+    print("imported", sorted(set(sys.modules) - before))
+
+
+writer_main.serving.run = run
+writer_main.main()
+"""
+
+
+def test_a_save_imports_nothing_of_what_the_first_shard_needs() -> None:
+    command = [sys.executable, "-c", _FIRST_SHARD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "imported []" in done.stdout.splitlines(), done.stdout + done.stderr
 
 
 def test_what_the_trainer_failed_with_is_the_failure_of_all_writers(
