@@ -6,6 +6,7 @@
 The sides take turns in the same processes on the same state. Every rank returns its own samples.
 """
 
+import gc
 import re
 import time
 from collections.abc import Callable
@@ -57,7 +58,9 @@ def measure(
         num_firsts = min(_NUM_FIRSTS, num_pairs) if entry.is_async else 1
         for number in range(num_firsts):
             tell(f"first saves: {name}, {number + 1} of {num_firsts}")
-            usage.give_back_freed_memory()  # or this side would seem to need less than the one before it
+            # Or this one would seem to need less than the one before it, which may hang together in a circle.
+            gc.collect()
+            usage.give_back_freed_memory()
             before = usage.read()
             savers[name] = _open(entry, name, run, work, warm_up_seconds)
             found["first"][name].append(savers[name].idle())

@@ -1,26 +1,54 @@
 """Saves that a thread begins, on several ranks: none waits for another, and all of them count alike."""
 
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
+from torchtitan.models.common.fused_qkv import FusedQKVLinear
+from torchtitan.models.common.layers import Linear
 
 from tests.ranks.pool import run_on_ranks
 from tests.ranks.trouble import RankLog
-from tests.unit_tests.components.checkpointer.runs import build_run, names, Run
+from tests.unit_tests.components.checkpointer import runs
+from tests.unit_tests.components.checkpointer.runs import build_run, names, Run, Tiny
 from tests.unit_tests.components.checkpointer.ways import TC
 
 pytestmark = pytest.mark.ranks
 LIMIT_SECONDS = 60
 
 
-def run_in(folder: Path, **settings: Any) -> Run:
-    run = build_run(
-        folder, **TC.settings, **{"timeout_seconds": LIMIT_SECONDS, "keep_latest_k": 0, **settings}
-    )
+class Projections(nn.Module):
+    """Three in one matrix, of which each rank has a part and saves all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        wqkv = Linear.Config(in_features=width, out_features=3 * width)
+        config = FusedQKVLinear.Config(head_dim=width, n_heads=1, n_kv_heads=1, wqkv=wqkv)
+        self.qkv = config.build()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = self.qkv(hidden)
+        return (queries * keys + values).squeeze(1)
+
+
+class Fused(Tiny):
+    """A model that ranks ask each other for parts of, for each save."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__(width)
+        self.layers = nn.ModuleDict({str(i): Projections(width) for i in range(2)})
+
+
+def run_in(folder: Path, kind: type[Tiny] = Tiny, **settings: Any) -> Run:
+    limits = {"timeout_seconds": LIMIT_SECONDS, "keep_latest_k": 0, **settings}
+    with patch.object(runs, "Tiny", kind):
+        run = build_run(folder, **TC.settings, **limits)
     run.train(1)
     run.manager.maybe_wait_for_saving()
     return run
@@ -45,15 +73,48 @@ def test_a_save_returns_though_another_rank_has_not_come_to_it(tmp_path: Path) -
     assert run_on_ranks(2, save_while_another_rank_stays_away, tmp_path) == [wanted, wanted]
 
 
+def go_on_before_the_folder_is_ready(folder: Path) -> tuple[bool, bool]:
+    run = run_in(folder, Fused)
+    run.train(2, save=False)
+    expected, went_on, make_ready = run.snapshot(), Event(), run.manager._make_ready
+
+    def hold(*arguments: Any, **keywords: Any) -> None:
+        assert went_on.wait(LIMIT_SECONDS)
+        make_ready(*arguments, **keywords)
+
+    with patch.object(run.manager, "_make_ready", hold):
+        assert run.manager.save(2)
+        run.model(torch.arange(10))
+        is_begun = run.manager._beginning.is_over
+        went_on.set()
+        run.train(3, save=False)
+    run.manager.close()
+    with patch.object(runs, "Tiny", Fused):
+        again = build_run(folder, seed=9, load_only=True, **TC.settings)
+    assert again.manager.load(2)
+    found = again.snapshot()
+    again.manager.close()
+    return is_begun, found == expected
+
+
+def test_a_model_of_fused_and_sharded_projections_is_saved_as_it_was_while_training_goes_on(
+    tmp_path: Path,
+) -> None:
+    found = run_on_ranks(2, go_on_before_the_folder_is_ready, tmp_path)
+    assert found == [(False, True), (False, True)]
+
+
 def counts_in(lines: list[str]) -> list[str]:
     """How many saves had failed in a row, each time a rank has said so."""
     told = [line.partition("Failed in a row: ")[2] for line in lines]
     return [count.partition(";")[0] for count in told if count]
 
 
-def fail_where_ranks_go_different_ways(folder: Path) -> tuple[list[str], str, int]:
+def fail_where_ranks_go_different_ways(
+    folder: Path, kind: type[Tiny]
+) -> tuple[list[str], str, int]:
     """Rank 0 makes each other save in the thread that trains, rank 1 each in another thread."""
-    run = run_in(folder, on_save_failure="warn", max_failed_saves=4)
+    run = run_in(folder, kind, on_save_failure="warn", max_failed_saves=4)
     log, captured, told = RankLog(), run.manager._captured, ""
 
     def in_turns() -> Any:
@@ -77,11 +138,12 @@ def fail_where_ranks_go_different_ways(folder: Path) -> tuple[list[str], str, in
     return counts_in(log.lines), told, run.step
 
 
+@pytest.mark.parametrize("kind", [Tiny, Fused])
 def test_ranks_that_save_in_different_ways_count_alike_and_end_with_the_same(
-    tmp_path: Path,
+    tmp_path: Path, kind: type[Tiny]
 ) -> None:
     (counts, told, step), (others, same, next_step) = run_on_ranks(
-        2, fail_where_ranks_go_different_ways, tmp_path
+        2, fail_where_ranks_go_different_ways, tmp_path, kind
     )
     assert counts == others == ["1", "2", "3", "1", "2", "3"]
     assert "4 saves in a row have failed" in told and told == same

@@ -3,7 +3,8 @@
 Training waits for that walk. ``state_dict`` detaches each tensor, which takes a sharded one long, and asks
 each module a second time for what changes in a forward pass; nearly all of it is known from the last save.
 
-    state.ModelWrapper -> look_into (each part) -> entries, parameters, buffers
+    state.ModelWrapper -> look_into (each part): look_past_state_dict, or else ask
+                       -> entries, parameters, buffers
 """
 
 from dataclasses import dataclass, field
@@ -38,9 +39,13 @@ def look_past_state_dict(part: nn.Module) -> Found | None:
 
 
 def look_into(part: nn.Module) -> Found:
-    """All of ``part``; other code than torch's is asked as nearly everybody asks it, without a history."""
-    if (own := look_past_state_dict(part)) is not None:
-        return own
+    """All of ``part``; other code than torch's is asked, as nearly everybody asks it without a history."""
+    own = look_past_state_dict(part)
+    return ask(part) if own is None else own
+
+
+def ask(part: nn.Module) -> Found:
+    """What ``state_dict`` of ``part`` gives, which may be a collective."""
     entries = part.state_dict()
     found = Found(entries=entries)
     for module in part.modules():

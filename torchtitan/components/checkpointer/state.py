@@ -6,6 +6,7 @@ else lies under its state key. That layout is what makes a checkpoint readable b
     ModelWrapper.state_dict (model_entries.py) -> flatten_states -> the dict that a backend writes or fills
 """
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, TypeVar
@@ -15,7 +16,12 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpointer.model_entries import Found, look_into, look_past_state_dict
+from torchtitan.components.checkpointer.model_entries import (
+    ask,
+    Found,
+    look_into,
+    look_past_state_dict,
+)
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -112,29 +118,71 @@ class ModelWrapper(Stateful):
         self._refresh()
         return self.cached_state_dict
 
+    def can_be_taken_later(self) -> bool:
+        """Whether ``state_dict_later`` would do, going by how the model was last; asks no other rank."""
+        entries = _tensors_in(self.cached_state_dict)
+        return self._changing(entries, _sights_of(entries)) is not None
+
     @torch.no_grad()
     def state_dict_later(self) -> Callable[[], dict[str, Any]] | None:
         """What ``state_dict`` would give now, whatever becomes of the model's buffers before the next update.
 
-        None where only asking the model at once would do: entries are computed by other code than torch's,
-        or much of it changes in a forward pass.
+        None where only asking the model at once would do, because much of it changes in a forward pass.
+        Where other code than torch's makes entries, that is asked at once, which may be a collective. The
+        other ranks count on it, so None comes before that or not at all.
         """
         parts = [look_past_state_dict(part) for part in self.model]
-        if None in parts:
+        is_asked = None in parts
+        if is_asked and not self.can_be_taken_later():
             return None
-        fresh, own = self._merged(found for found in parts if found is not None)
-        sights = {name: _sight(value) for name, value in fresh.items()}
-        names = _inside(sights, self.buffers)
-        if sum(local_part(fresh[name]).nbytes for name in names) > COPIED_AT_ONCE_BYTES:
+        fresh, own = self._merged(
+            ask(part) if found is None else found
+            for part, found in zip(self.model, parts, strict=True)
+        )
+        tensors = _tensors_in(fresh) if is_asked else fresh
+        sights = _sights_of(tensors)
+        names = self._changing(
+            tensors, sights, limit_bytes=None if is_asked else COPIED_AT_ONCE_BYTES
+        )
+        if names is None:
             return None
         # Now, and not by that thread: the memory of a parameter may be exchanged for a while meanwhile.
         values = list(fresh.values())
         if sights != self._sights or not all(map(operator.is_, values, self._seen)):
             if self._take_over(fresh, own):
                 self._sights, self._seen = sights, values
+        if is_asked:
+            names += self._unknown(tensors, names)
         self._copies = copies_of({name: fresh[name] for name in names}, self._copies)
         entries = {**self.cached_state_dict, **self._copies}
+        if is_asked:
+            others = fresh.keys() - tensors.keys()
+            entries |= {name: copy.deepcopy(fresh[name]) for name in others}
         return lambda: entries
+
+    def _changing(
+        self,
+        entries: Mapping[str, torch.Tensor],
+        sights: Mapping[str, tuple[Any, ...]],
+        *,
+        limit_bytes: int | None = COPIED_AT_ONCE_BYTES,
+    ) -> list[str] | None:
+        """The names of those that change in a forward pass; None if they are larger than the limit."""
+        names = _inside(sights, self.buffers)
+        size_bytes = sum(local_part(entries[name]).nbytes for name in names)
+        return None if limit_bytes is not None and size_bytes > limit_bytes else names
+
+    def _unknown(self, entries: Mapping[str, torch.Tensor], known: list[str]) -> list[str]:
+        """The names of those in memory that is neither a parameter's nor, as that of a copy, nobody else's."""
+        memories = {_place(parameter)[0] for parameter in self.parameters}
+        cached = self.cached_state_dict
+        return [
+            name
+            for name, value in entries.items()
+            if _place(value)[0] not in memories
+            and _place(value)[0] == _place(cached[name])[0]
+            and name not in known
+        ]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -187,6 +235,14 @@ def _sight(tensor: torch.Tensor) -> tuple[Any, ...]:
     local = _elements(tensor)
     spec = getattr(tensor, "_spec", None)
     return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, spec
+
+
+def _sights_of(entries: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: _sight(value) for name, value in entries.items()}
+
+
+def _tensors_in(entries: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
 
 
 def _inside(sights: Mapping[str, tuple[Any, ...]], others: Iterable[torch.Tensor]) -> list[str]:

@@ -17,6 +17,7 @@ What of the library is changed, and why, is in tc/library.py; what it is asked f
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ from torchtitan.components.checkpointer.state import (
     OPTIMIZER,
 )
 from torchtitan.components.checkpointer.tc import index
-from torchtitan.components.checkpointer.tc.capture import capture, Captured
+from torchtitan.components.checkpointer.tc.capture import capture, Captured, could_capture
 from torchtitan.components.checkpointer.tc.checked_storage import CheckedStorage
 from torchtitan.components.checkpointer.tc.defaults import (
     default_backend_config as _default_backend_config,
@@ -75,6 +76,7 @@ from torchtitan.components.checkpointer.tc.storage import (
     BackendCheckpointStorage as _BackendCheckpointStorage,
     DurableStorageConfig,
 )
+from torchtitan.distributed.utils import patience
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -186,17 +188,14 @@ class TorchCheckpointingManager(SavingManager):
     def _captured(self) -> Captured | None:
         # A rank that does it by itself waits in its save for the folder, and the others in a forward pass for
         # that rank, where they have less patience. So all have told each other before that they can.
-        return self._taken() if self._all_can_capture else None
-
-    def _taken(self) -> Captured | None:
-        if not self._is_async or self._stager is None:
+        if not (self._all_can_capture and self._is_async and self._stager is not None):
             return None
-        return capture(self.states, self._stager)
+        # They may be apart by what they have waited for the previous save.
+        with patience(timedelta(seconds=self.timeout_seconds)):
+            return capture(self.states, self._stager)
 
-    def _could_capture(self, save: Due, earlier: CheckpointSaveError | None) -> bool:
-        # A save that was given up may still read what the one before has been taken into.
-        is_late = isinstance(earlier, CheckpointSaveTimeoutError)
-        return not save.is_last and not is_late and self._taken() is not None
+    def _could_capture(self) -> bool:
+        return self._is_async and self._stager is not None and could_capture(self.states)
 
     def _settle(
         self, save: Due, earlier: CheckpointSaveError | None, captured: Captured | None
@@ -212,7 +211,7 @@ class TorchCheckpointingManager(SavingManager):
             earlier,
             take=partial(self._take, save.is_last) if captured is None else captured.items,
             prepare=prepare,
-            can_capture=captured is not None or self._could_capture(save, earlier),
+            can_capture=captured is not None or (not save.is_last and self._could_capture()),
         )
         return handed.verdict, handed.payload
 
@@ -244,7 +243,7 @@ class TorchCheckpointingManager(SavingManager):
             self._join()
             self._prewarmed = True
             prepare = self._manager.prewarm_staging
-            can_capture = self._taken() is not None
+            can_capture = self._could_capture()
             take = partial(self._take, False)
             self._hand_over(asked, None, take=take, prepare=prepare, can_capture=can_capture)
 

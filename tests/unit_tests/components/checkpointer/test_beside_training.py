@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveError,
     CheckpointSaveTimeoutError,
 )
-from torchtitan.components.checkpointer.saving import Due, SavingManager
+from torchtitan.components.checkpointer.saving import SavingManager
 
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
 from tests.unit_tests.components.checkpointer.tc.stand_ins import Writers
@@ -260,10 +260,13 @@ def test_nothing_is_taken_beside_a_save_that_may_still_read_what_the_last_was_ta
     tmp_path: Path,
 ) -> None:
     run = run_in(tmp_path)
-    save = Due(2, f"{tmp_path}/checkpoint/step-2", is_last=False)
-    assert run.manager._could_capture(save, None)
-    with patch.object(run.manager, "_taken", side_effect=AssertionError("it is taken")):
-        assert not run.manager._could_capture(save, CheckpointSaveTimeoutError("given up"))
+    late = CheckpointSaveTimeoutError("given up")
+    with (
+        patch.object(run.manager, "_end_of_previous", return_value=late),
+        patch.object(run.manager, "_captured", side_effect=AssertionError("it is taken")),
+        pytest.raises(CheckpointSaveTimeoutError, match="given up"),
+    ):
+        run.manager.save(2)
     run.manager.close()
 
 

@@ -4,7 +4,12 @@ Up to the next update nothing changes the parameters and what the optimizer has 
 by reference. Everything else is copied at once: a few values and small tensors. Where that does not suffice,
 the save is made by the thread that trains.
 
-    capture (trains) -> Captured -> items (another thread, before the next update)
+    could_capture (all ranks tell each other) ... capture (trains) -> Captured
+        -> items (another thread, before the next update)
+
+A model may have to ask the other ranks for parts of what it saves, and they ask it, whether or not they save
+in this way. So each rank does so just once for a save: ``could_capture`` does not, and ``capture`` comes
+to it last, when nothing makes it give up any more.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +23,7 @@ from torchtitan.components.checkpointer.state import (
     COPIED_AT_ONCE_BYTES,
     copies_of,
     MODEL,
+    ModelWrapper,
     OPTIMIZER,
 )
 from torchtitan.components.checkpointer.tc.leaves import leaves, Nested
@@ -33,13 +39,21 @@ class Captured(NamedTuple):
     taken_at: Moment
 
 
+def could_capture(states: Mapping[str, Any]) -> bool:
+    """Whether ``capture`` would give something, as far as that can be told without other ranks."""
+    return all(_could(key, state) for key, state in states.items())
+
+
 def capture(states: Mapping[str, Any], stager: SharedMemoryStager) -> Captured | None:
-    """Take ``states`` as they are now, or None where only saving them at once would do."""
+    """Take ``states`` as they are now, or None where only saving them at once would do.
+
+    A collective where asking the model for its entries is one.
+    """
     found: dict[str, Callable[[], Any]] = {}
-    for key, state in states.items():
+    for key in sorted(states, key=lambda key: key == MODEL):
         # What an object fails with is told to all ranks, as the others wait.
         try:
-            find = _later(key, state)
+            find = _later(key, states[key])
         except Exception as error:
             find = partial(_raise, error)
         if find is None:
@@ -49,9 +63,18 @@ def capture(states: Mapping[str, Any], stager: SharedMemoryStager) -> Captured |
 
     def items() -> Items:
         moment.wait()  # digests are computed of tensors that are on a device, and not in its stream
-        return items_from(found)
+        return items_from({key: found[key] for key in states})
 
     return Captured(items, moment)
+
+
+def _could(key: str, state: Any) -> bool:
+    if isinstance(state, ModelWrapper) and _knows_of_later(state):
+        return state.can_be_taken_later()
+    try:
+        return _later(key, state) is not None
+    except Exception:  # is told by the save
+        return True
 
 
 def _later(key: str, state: Any) -> Callable[[], Any] | None:
@@ -75,13 +98,16 @@ def _later(key: str, state: Any) -> Callable[[], Any] | None:
 
 def _put_together_later(state: Any) -> Callable[[], Any] | None:
     """What ``state_dict_later`` of the state gives, if whoever has made its ``state_dict`` knows of that."""
+    return state.state_dict_later() if _knows_of_later(state) else None
+
+
+def _knows_of_later(state: Any) -> bool:
     if "state_dict" in getattr(state, "__dict__", {}):
-        return None
+        return False
     for kind in type(state).__mro__:
         if "state_dict" in vars(kind) or "state_dict_later" in vars(kind):
-            is_known = {"state_dict", "state_dict_later"} <= vars(kind).keys()
-            return state.state_dict_later() if is_known else None
-    return None
+            return {"state_dict", "state_dict_later"} <= vars(kind).keys()
+    return False
 
 
 def _value_later(key: str, put_together: Callable[[], Any]) -> Any:

@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.state import (
     OPTIMIZER,
     RANK_STATE,
 )
-from torchtitan.components.checkpointer.tc.capture import capture
+from torchtitan.components.checkpointer.tc.capture import capture, could_capture
 from torchtitan.components.checkpointer.tc.payload import Items, items_of
 from torchtitan.components.optimizer import OptimizersContainer
 
@@ -159,12 +159,73 @@ def test_weights_in_other_memory_than_at_the_last_save_are_those_of_now_at_every
         assert put_together()["weight"].unique().tolist() == [number]
 
 
-class Hooked(nn.Linear):
-    """Has other code than torch's make its entries."""
+class Computed(nn.Module):
+    """Saves one weight in two parts, its own count, and a tensor that nobody knows of."""
 
-    def __init__(self) -> None:
-        super().__init__(1, 1)
-        self.register_state_dict_post_hook(lambda *arguments: None)
+    def __init__(self, asked: list[str] | None = None) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.arange(4.0))
+        self.register_buffer("seen", torch.zeros(1))
+        self.count = [0]
+        self.hidden = torch.zeros(2)
+        self.asked = [] if asked is None else asked
+        self.register_state_dict_post_hook(self._split)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        assert isinstance(module, Computed)
+        module.asked.append("model")
+        both = state.pop(f"{prefix}both")
+        state |= {f"{prefix}first": both[:2].clone(), f"{prefix}second": both[2:]}
+        state[f"{prefix}hidden"] = module.hidden
+
+    def forward(self) -> None:
+        self.seen += 1
+        self.hidden += 1
+        self.count[0] += 1
+
+
+def test_what_a_model_computes_is_as_it_was_whatever_a_forward_pass_changes() -> None:
+    model = Computed()
+    wrapper, one_by_one = ModelWrapper(model), []
+    for number in range(3):
+        wanted = {
+            "seen": [number],
+            "first": [number, number + 1],
+            "second": [number + 2, number + 3],
+            "hidden": [number, number],
+            "_extra_state": {"count": [number]},
+        }
+        put_together = wrapper.state_dict_later()
+        assert put_together is not None
+        model()
+        found = put_together()
+        one_by_one.append(found)
+        assert found["second"].data_ptr() == model.both[2:].data_ptr()
+        assert {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in found.items()
+        } == wanted
+        with torch.no_grad():
+            model.both.add_(1)
+    # By the memory that was copied from, what was staged is found again.
+    for name in ("first", "hidden", "seen"):
+        assert one_by_one[1][name] is one_by_one[2][name], name
+
+
+def test_a_model_is_asked_once_for_a_save_and_after_all_else_that_could_give_it_up() -> None:
+    asked: list[str] = []
+    model = ModelWrapper([nn.Linear(1, 1), Computed(asked)])
+    asked.clear()
+    states = {MODEL: model, "extra": Counter(it=torch.zeros(1))}
+    assert could_capture(states) and asked == []
+    assert captured(states) is not None and asked == ["model"]
+    asked.clear()
+    states["extra"] = Counter(it=torch.zeros(LARGE))
+    assert not could_capture(states) and captured(states) is None and asked == []
 
 
 class BigBuffer(nn.Linear):
@@ -173,10 +234,19 @@ class BigBuffer(nn.Linear):
         self.register_buffer("table", torch.zeros(LARGE))
 
 
-@pytest.mark.parametrize("kind", [Hooked, BigBuffer])
-def test_a_model_that_only_asking_at_once_would_do_for_is_not_taken(kind: type[nn.Module]) -> None:
-    assert ModelWrapper(kind()).state_dict_later() is None
-    assert captured({MODEL: ModelWrapper([nn.Linear(1, 1), kind()])}) is None
+class BigBufferBesideComputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed, self.big = Computed(), BigBuffer()
+
+
+@pytest.mark.parametrize("kind", [BigBuffer, BigBufferBesideComputed])
+def test_a_model_of_which_much_changes_in_a_forward_pass_is_left_to_training(
+    kind: type[nn.Module],
+) -> None:
+    wrapper = ModelWrapper([nn.Linear(1, 1), kind()])
+    assert wrapper.state_dict_later() is None
+    assert captured({MODEL: wrapper}) is None and not could_capture({MODEL: wrapper})
 
 
 @pytest.mark.parametrize(
@@ -185,8 +255,10 @@ def test_a_model_that_only_asking_at_once_would_do_for_is_not_taken(kind: type[n
 def test_large_and_strange_tensors_of_other_objects_are_left_to_training(
     run: Run, state: Any
 ) -> None:
-    assert captured(states_of(run, extra=Counter(it=state))) is None
-    assert captured(states_of(run, extra=Counter(it=torch.zeros(1)))) is not None
+    for it, is_taken in ((state, False), (torch.zeros(1), True)):
+        states = states_of(run, extra=Counter(it=it))
+        assert could_capture(states) is is_taken
+        assert (captured(states) is not None) is is_taken
 
 
 def test_an_optimizer_of_another_class_is_asked_by_training(run: Run) -> None:
