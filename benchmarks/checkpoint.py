@@ -51,6 +51,8 @@ _LOADS = ("load", "verify")
 PARTS = tuple(_PROGRAMS)
 # Measured on a quiet machine: a rank with torch loaded, and a process that a library starts to write.
 _RANK_BYTES, _WRITER_BYTES = 700 << 20, 300 << 20
+_START_SECONDS = 300.0
+"""For both sides of a case to start and to save twice, of the largest model on a slow machine."""
 REGION = "checkpoint"
 
 
@@ -72,7 +74,11 @@ class CheckpointOptions(Options):
 
     warm_up_seconds: float = 5.0
     """Steps between the start of a manager and its first save; what it has started is then waited for until
-    it is ready."""
+    it is ready. 0 does neither."""
+
+    first_saves: int = 6
+    """How often each side of an asynchronous case is started anew to look at its first save and its memory;
+    fewer than 6 give no interval."""
 
     growth_model: str = "4M"
     """Model whose saves are repeated to see whether something grows."""
@@ -89,6 +95,8 @@ class CheckpointOptions(Options):
         require_models([self.growth_model])
         require_known("--parts", self.parts, PARTS)
         require_known("--cases", self.cases, list(CASES))
+        if self.first_saves < 1:
+            raise ValueError(f"--first-saves {self.first_saves}: at least 1 is needed.")
         if self.growth_saves < 5:
             raise ValueError(f"--growth-saves {self.growth_saves}: at least 5 are needed.")
 
@@ -142,7 +150,10 @@ def measure(cell: Cell, folder: Path, seconds: float, tell: Tell, options: Any) 
         common["part"] = cell.part
         extra = {"num_pairs": options.pairs, "budget_seconds": seconds}
     if cell.part in ("save", "digests"):
-        extra["warm_up_seconds"] = options.warm_up_seconds
+        extra |= {
+            "warm_up_seconds": options.warm_up_seconds,
+            "num_firsts": options.first_saves,
+        }
     if cell.part in _LOADS:
         other = folder / "other"
         other.mkdir()
@@ -155,11 +166,12 @@ def measure(cell: Cell, folder: Path, seconds: float, tell: Tell, options: Any) 
             log_folder=folder,
             timeout_seconds=timeout_of(0),
         )
+    starts = options.first_saves if cell.part == "save" else 1
     return ranks.run(
         cell.ranks,
         Call(target=_PROGRAMS[cell.part], arguments=common | extra),
         log_folder=folder,
-        timeout_seconds=timeout_of(seconds),
+        timeout_seconds=timeout_of(seconds) + starts * _START_SECONDS,
         tell=tell,
     )
 
@@ -188,7 +200,11 @@ def work(options: CheckpointOptions) -> int:
     matrix.carry_out(
         cells,
         lambda cell, folder, seconds, tell: measure(cell, folder, seconds, tell, options),
-        settings={"cold": options.cold, "warm_up_seconds": options.warm_up_seconds},
+        settings={
+            "cold": options.cold,
+            "warm_up_seconds": options.warm_up_seconds,
+            "first_saves": options.first_saves,
+        },
     )
     report(options)
     return matrix.end()

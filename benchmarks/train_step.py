@@ -38,7 +38,7 @@ from benchmarks.harness.table import counted, percent, ratio, seconds, table
 LIMIT = 1.05
 """What the trainer may take, over the bare loop."""
 
-_PART, _CASE, REGION = "step", "trainer", "train_step"
+PART, _CASE, REGION = "step", "trainer", "train_step"
 _RANK_BYTES = 900 << 20
 _COPIES = 3
 """Of the state: that of the trainer, that of the bare loop, and less than one of gradients and of weights
@@ -146,7 +146,7 @@ def figures(found: Sequence[Result]) -> list[Figure]:
 
 def report(options: StepOptions) -> None:
     """Publish all that lies in the output folder."""
-    if found := results.read_all(options.output, [_PART]):
+    if found := results.read_all(options.output, [PART]):
         text = document(found)
         publish(options, options.output, "Steps", text, figures(found), region=REGION)
     else:
@@ -158,7 +158,7 @@ def work(options: StepOptions) -> int:
     matrix = Matrix(options, options.output)
     if not options.report:
         cells = [
-            Cell(part=_PART, case=_CASE, model=model, ranks=world_size)
+            Cell(part=PART, case=_CASE, model=model, ranks=world_size)
             for model in options.model
             for world_size in options.ranks
         ]

@@ -204,7 +204,7 @@ class Saves:
         return max(written) / statistics.mean(written)
 
     def memory(self, side: str, *names: str) -> list[float]:
-        """Memory of the rank that took most, over its part of the state; one number for each first save.
+        """Memory of the rank that took most, over its part of the state; one number for each second save.
 
         Training itself takes a little more or less at times, so a single one may say too much.
         """

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -83,6 +84,10 @@ class DcpLibrary:
         self.wait_for_saving()
         if self._stager is not None:
             self._stager.close()
+            # Ended by its destructor; else the first save of another side would find it running.
+            _async_process_executor._CHECKPOINT_PROCESS = None
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
     def _state(self) -> dict[str, Any]:
         run = self._run

@@ -10,6 +10,7 @@ import gc
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,11 @@ from benchmarks.saving.cases import Case, TABLES, Variants
 from benchmarks.saving.cycle import Saver, time_quiet_step
 
 _NUM_LIMITS = 5
-_NUM_FIRSTS = 6
-"""So many samples are the fewest that have an interval."""
 _IDLE_SHARE = 0.05
 """Of one core: a process that uses less waits for something to do."""
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS, _QUIET_LOOKS = 0.5, 2
+"""A process may wait for a moment, and go on: for a file, or for another rank."""
 _MOST_WAIT_SECONDS = 60.0
-"""Longer than that nobody is waited for."""
 
 
 def measure(
@@ -43,6 +42,7 @@ def measure(
     num_pairs: int,
     budget_seconds: float,
     warm_up_seconds: float,
+    num_firsts: int,
 ) -> dict[str, Any]:
     """Samples of this rank: see ``checkpoint.py`` for how they are stored."""
     init_logger()
@@ -53,21 +53,12 @@ def measure(
     found: dict[str, Any] = {"state_bytes": limits.size_bytes, "first": {}, "memory": {}}
     savers: dict[str, Saver] = {}
     for name in entry.sides:
-        found["first"][name], found["memory"][name] = [], []
         # Training waits for each save of a case that is not asynchronous, the first and all others.
-        num_firsts = min(_NUM_FIRSTS, num_pairs) if entry.is_async else 1
-        for number in range(num_firsts):
-            tell(f"first saves: {name}, {number + 1} of {num_firsts}")
-            # Or this one would seem to need less than the one before it, which may hang together in a circle.
-            gc.collect()
-            usage.give_back_freed_memory()
-            before = usage.read()
-            savers[name] = _open(entry, name, run, work, warm_up_seconds)
-            found["first"][name].append(savers[name].idle())
-            found["memory"][name].append(_memory_of_save(savers[name], before))
-            if number + 1 < num_firsts:
-                savers[name].side.close()
-                savers[name].remove_newest()
+        num_starts = num_firsts if entry.is_async and part == "save" else 1
+        build = partial(_open, entry, name, run, work, warm_up_seconds)
+        savers[name], found["first"][name], found["memory"][name] = _first_saves(
+            build, num_starts, tell, f"first saves: {name}"
+        )
         entry.check(name, savers[name].newest)
     found |= {"idle": {name: [] for name in savers}, "busy": {name: [] for name in savers}}
     found |= {"limits": [], "quiet_step": [], "cpu": []}
@@ -95,13 +86,39 @@ def measure(
     return found
 
 
+def _first_saves(
+    build: Callable[[], Saver], num_starts: int, tell: Callable[[str], None], what: str
+) -> tuple[Saver, list[dict[str, float]], list[dict[str, int]]]:
+    """A saver, the times of first saves, and what the second ones took: each of a new saver.
+
+    The last one is left open. All but the first are in processes that have saved before.
+    """
+    saver: Saver | None = None
+    firsts, memory = [], []
+    for number in range(num_starts):
+        tell(f"{what}, {number + 1} of {num_starts}")
+        if saver is not None:
+            saver.side.close()
+            saver.remove_newest()
+        # Or this one would seem to need less than the one before it, of which cycles may be left.
+        saver = None
+        gc.collect()
+        usage.give_back_freed_memory()
+        before = usage.read()
+        saver = build()
+        firsts.append(saver.idle())
+        memory.append(_memory_of_save(saver, before))
+    assert saver is not None
+    return saver, firsts, memory
+
+
 def _open(
     case: Case | Variants, name: str, run: Run, parent: Path, warm_up_seconds: float
 ) -> Saver:
     """The saver of a side, ready for its first save."""
     saver = Saver(case.build(name, run, parent), run)
     saver.side.prepare()
-    if case.is_async:
+    if case.is_async and warm_up_seconds > 0:
         _warm_up(run, warm_up_seconds)
     return saver
 
@@ -111,19 +128,24 @@ def _warm_up(run: Run, seconds: float) -> None:
 
     In a run there are many steps before the first save, in which what was prepared gets ready, with little
     of the machine where training uses all of it.
+
+    Raises:
+        RuntimeError: one of them works for a minute, so that nothing would be measured but that.
     """
     until = time.monotonic() + seconds
     while not all_ranks(time.monotonic() >= until):
         run.step()
-    used, until, is_ready = usage.cpu_seconds_below(), until + _MOST_WAIT_SECONDS, False
-    while not all_ranks(is_ready or time.monotonic() >= until):
+    used, until, num_quiet = usage.cpu_seconds_below(), until + _MOST_WAIT_SECONDS, 0
+    while not all_ranks(num_quiet >= _QUIET_LOOKS):
+        if time.monotonic() >= until:
+            raise RuntimeError(f"not ready to save after {_MOST_WAIT_SECONDS:g} s")
         time.sleep(_LOOK_SECONDS)
         before, used = used, usage.cpu_seconds_below()
-        is_ready = used - before < _IDLE_SHARE * _LOOK_SECONDS
+        num_quiet = num_quiet + 1 if used - before < _IDLE_SHARE * _LOOK_SECONDS else 0
 
 
 def _memory_of_save(saver: Saver, before: usage.Usage) -> dict[str, int]:
-    """What a save takes at most, and what it keeps, since ``before`` its side was there."""
+    """What a save takes at most, and what it keeps, beyond what there was ``before`` its side was built."""
     usage.give_back_freed_memory()  # that of the steps
     dist.barrier()
     with usage.PeakWatch() as watch:

@@ -36,14 +36,21 @@ _COSTS = ("call", "blocked", "overlapped", "lost", "durable", "durable_beside")
 
 
 def document(results: Sequence[Result]) -> str:
-    """All tables with what has to be known to read them, as Markdown."""
+    """All tables with what has to be known to read them, as Markdown; those of each machine by themselves."""
+    by_machine: dict[str, list[Result]] = {}
+    for result in results:
+        by_machine.setdefault(Machine(**result.machine).in_words, []).append(result)
+    return "\n\n".join(_of_machine(words, group) for words, group in by_machine.items())
+
+
+def _of_machine(machine: str, results: Sequence[Result]) -> str:
     saves = [Saves(result) for result in results if result.cell.part == "save"]
     loads = [Loads(result) for result in results if result.cell.part == "load"]
     growths = [Growths(result) for result in results if result.cell.part == "growth"]
     digests = [Digests(result) for result in results if result.cell.part == "digests"]
     checks = [Checks(result) for result in results if result.cell.part == "verify"]
     sections = [
-        (f"Measured on: {_machine(results)}", None),
+        (f"Measured on: {machine}", None),
         (
             "Limits of the machine, medians",
             limits_table([*saves, *loads, *digests, *checks]),
@@ -271,8 +278,3 @@ def _place(cell: Saves | Loads | Growths) -> tuple[str, str]:
 
 def _num_cores(result: Result) -> int:
     return int(result.machine["num_cores"])
-
-
-def _machine(results: Sequence[Result]) -> str:
-    told = dict.fromkeys(Machine(**result.machine).in_words for result in results)
-    return "; ".join(told)

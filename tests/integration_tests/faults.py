@@ -51,7 +51,8 @@ class FaultyTrainer(Trainer):
         steps_done = self.step - 1 - self.metrics_processor.start_step
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if fault.kind == "full_disk" and steps_done == fault.after_steps:
-            # All ranks, or the fault would hit whichever save a machine of this speed still writes.
+            # Or it would hit whichever save a machine of this speed still writes. On all ranks, as none is
+            # done before the others are.
             self.checkpointer.maybe_wait_for_saving()
         if fault.rank in (rank, -1) and steps_done == fault.after_steps:
             if not (fault.first_attempt_only and attempt > 0):

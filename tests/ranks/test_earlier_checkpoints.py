@@ -11,7 +11,7 @@ from torchtitan.components.checkpointer.integrity.verification import Verificati
 from tests.fixtures.make_checkpoints import build, extract, generators, MODEL_ONLY, WAYS
 from tests.ranks.pool import run_on_ranks
 
-VERSIONS = ["no_manifest", "schema_1", "schema_2"]
+VERSIONS = ["no_manifest", "schema_1", "schema_2", "schema_3"]
 """no_manifest: as it was before checkpoints had digests; then by the version of the manifest."""
 
 

@@ -30,6 +30,7 @@ def test_every_part_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
         growth_model="tiny",
         growth_saves=5,
         warm_up_seconds=0.0,
+        first_saves=2,
         output=tmp_path / "out",
     )
     assert checkpoint.work(options) == 0
@@ -38,7 +39,7 @@ def test_every_part_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     names |= {"load-tiny-2-dcp.json", "verify-tiny-2-dcp.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for rank in json.loads((tmp_path / "out" / f"save-{cell}").read_text())["by_rank"]:
-        for kind in ("idle", "busy"):
+        for kind in ("idle", "busy", "first", "memory"):
             assert {side: len(done) for side, done in rank[kind].items()} == {
                 "library": 2,
                 "manager": 2,
@@ -76,7 +77,8 @@ def test_a_signal_ends_all_that_was_started(tmp_path: Path, number: int, code: i
     mark = ("TEST_OF_SIGNALS", f"{tmp_path.name}-{number}")
     program = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.checkpoint", "--model", "tiny", "--ranks", "1"]
-        + ["--cases", "dcp-pinned", "--pairs", "10000", "--output", str(tmp_path)],
+        + ["--cases", "dcp-pinned", "--pairs", "10000", "--output", str(tmp_path)]
+        + ["--first-saves", "1"],
         cwd=ROOT,
         env=os.environ | dict([mark]),
         stderr=subprocess.PIPE,

@@ -1,5 +1,6 @@
 """From samples to what the tables say, on samples that were made up."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -123,6 +124,15 @@ def test_a_case_without_a_manager_or_without_a_background_is_compared_with_nothi
     found = Saves(saves(alone, case="tc-sync"))
     assert found.comparison("blocked") is None and found.median("library", "overlapped") is None
     assert "tc-sync" in document([saves(alone, case="tc-sync")])
+
+
+def test_what_different_machines_have_measured_is_in_tables_of_their_own() -> None:
+    other = dataclasses.replace(loads(0.6), machine=MACHINE | {"cpu": "Other CPU"})
+    alone, text = document([saves(rank()), loads(0.5)]), document(
+        [saves(rank()), other, loads(0.5)]
+    )
+    assert text.startswith(alone) and text[len(alone) :].startswith("\n\nMeasured on: Other CPU")
+    assert document([other]) == text[len(alone) + 2 :]
 
 
 def test_the_document_says_which_limits_were_missed_and_what_grows() -> None:

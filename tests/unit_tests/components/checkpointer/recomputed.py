@@ -17,6 +17,7 @@ def require_true(step: Path) -> Manifest:
     """The manifest, once it is known to list every file but itself, as each of them is."""
     found = manifest_in(step)
     block_bytes = {name: digest.block_bytes for name, digest in found.files.items()}
+    assert set(block_bytes.values()) <= {2**18, 2**19, BLOCK_BYTES}
     files = {
         name: digest_in((step / name).read_bytes(), block_bytes.get(name, BLOCK_BYTES))
         for name in (path.relative_to(step).as_posix() for path in step.rglob("*"))

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any, cast
@@ -12,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import waiting
+from torchtitan.components.checkpointer import torch_checkpointing, waiting
 from torchtitan.components.checkpointer.beginning import Beginning
 from torchtitan.components.checkpointer.errors import (
     CheckpointInUseError,
@@ -267,6 +268,30 @@ def test_nothing_is_taken_beside_a_save_that_may_still_read_what_the_last_was_ta
         pytest.raises(CheckpointSaveTimeoutError, match="given up"),
     ):
         run.manager.save(2)
+    run.manager.close()
+
+
+def test_ranks_that_come_late_to_what_a_model_gathers_are_waited_for_as_in_a_save(
+    tmp_path: Path,
+) -> None:
+    run = run_in(tmp_path, timeout_seconds=77)
+    limits: list[float] = []
+
+    @contextmanager
+    def noting(limit: timedelta) -> Generator[None]:
+        limits.append(limit.total_seconds())
+        yield
+        limits.clear()
+
+    def taking(*arguments: Any) -> None:
+        assert limits == [77.0]
+
+    with (
+        patch.object(torch_checkpointing, "patience", noting),
+        patch.object(torch_checkpointing, "capture", side_effect=taking) as taken,
+    ):
+        run.train(2)
+    assert taken.call_count == 1
     run.manager.close()
 
 

@@ -371,9 +371,10 @@ def test_a_manifest_of_another_step_is_damage_and_one_of_a_newer_version_is_not(
     described(storage, 30, {})
     storage.move("/run/step-30", "/run/step-40")
     assert manager.load() and manager.tried == ["step-40", "step-20"]
-    with patch.object(manifest, "SCHEMA", 3):
+    newer = manifest.SCHEMA + 1
+    with patch.object(manifest, "SCHEMA", newer):
         described(storage, 20, {})
-    with pytest.raises(CheckpointMismatchError, match="step-20/manifest.json has schema 3"):
+    with pytest.raises(CheckpointMismatchError, match=f"step-20/manifest.json has schema {newer}"):
         manager.load()
 
 

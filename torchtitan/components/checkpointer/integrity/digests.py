@@ -16,11 +16,11 @@ from typing_extensions import Buffer
 from xxhash import xxh3_64
 
 BLOCK_BYTES = 2**20
-"""The length of the blocks in a large file, and in one of unknown length: what is read and checked at once.
-A terabyte has a million of them, whose digests every rank is told."""
+"""The length of the blocks in what is large or of unknown length, as files of DCP are: what is read and
+checked at once. A terabyte has a million of them, whose digests every rank is told."""
 
 _FINEST_BLOCK_BYTES = 2**18
-# A file with fewer blocks than that gets shorter ones: a few kilobytes more in the manifest.
+# Shorter blocks are for what has fewer than that: they make at most twice as many, 32 KiB in a manifest.
 _FEW_BLOCKS = 2**10
 
 # An archive of torch has forty little writes for each tensor: hashed one by one they would take as
@@ -31,10 +31,10 @@ _DIGITS = 16
 
 
 def block_bytes_for(size_bytes: int) -> int:
-    """How long the blocks of a file should be that is to be about this long.
+    """How long the blocks should be of files that are to have about this size, all together.
 
-    Ranks that load in another layout read and check whole blocks to get parts of tensors. Small files hold
-    small tensors, of which a long block has many that are another rank's.
+    Ranks that load in another layout read and check whole blocks to get parts of tensors. A small state has
+    small tensors, and a long block of it many that are another rank's.
     """
     block_bytes = BLOCK_BYTES
     while block_bytes > _FINEST_BLOCK_BYTES and size_bytes < _FEW_BLOCKS * block_bytes:

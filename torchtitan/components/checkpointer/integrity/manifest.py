@@ -207,6 +207,8 @@ def read(storage: MovingStorage, path: str) -> Manifest | None:
 
 def _manifest_of(fields: dict[str, Any], schema: int) -> Manifest:
     of_all = fields["block_bytes"] if schema == 2 else _BLOCK_BYTES_IN_SCHEMA_1
+    if type(of_all) is not int or of_all < 1:
+        raise ValueError(f"block_bytes {of_all!r}")
     step, world_size, kind = fields["step"], fields["world_size"], fields["kind"]
     if type(step) is not int or type(world_size) is not int or type(fields["backend"]) is not str:
         raise ValueError(f"step {step!r}, world_size {world_size!r}, backend {fields['backend']!r}")

@@ -30,12 +30,19 @@ from torchtitan.components.checkpointer.tc.leaves import tensor_bytes
 class CheckedStorage(Storage):
     """See the top of the file."""
 
-    def __init__(self, storage: Storage, verification: Verification | None = None) -> None:
-        """``verification`` is of the checkpoint that is to be read; None checks nothing."""
+    def __init__(
+        self, storage: Storage, verification: Verification | None = None, *, num_ranks: int = 1
+    ) -> None:
+        """
+        Args:
+            verification: of the checkpoint that is to be read; None checks nothing.
+            num_ranks: how many write a file like each that is written here.
+        """
         self.verification = verification
         self.takes_digests = True
         """False lets what is written pass untouched."""
         self._storage = storage
+        self._num_ranks = num_ranks
         self._digests: dict[Path, FileDigest] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -60,23 +67,31 @@ class CheckedStorage(Storage):
         return self._hashed(path, self._storage.stream_write(path))
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
-        # A writer of torch adds little to the tensors.
-        block_bytes = block_bytes_for(tensor_bytes(data))
-        return self._hashed(path, self._storage.get_write_stream(path, data), block_bytes)
+        # Besides the tensors of an item there is little in its file.
+        stream = self._storage.get_write_stream(path, data)
+        return self._hashed(path, stream, lambda: tensor_bytes(data))
 
     def write(self, path: Path, data: Buffer) -> None:
         self._storage.write(path, data)
         if self.takes_digests:
-            self._digests[Path(path)] = digest_of(data)
+            block_bytes = self._block_bytes(memoryview(data).nbytes)
+            self._digests[Path(path)] = digest_of(data, block_bytes)
 
-    def _hashed(self, path: Path, stream: io.IOBase, block_bytes: int | None = None) -> io.IOBase:
+    def _hashed(
+        self, path: Path, stream: io.IOBase, find_size: Callable[[], int] | None = None
+    ) -> io.IOBase:
         if not self.takes_digests:
             return stream
 
         def keep(digest: FileDigest) -> None:
             self._digests[Path(path)] = digest
 
+        block_bytes = None if find_size is None else self._block_bytes(find_size())
         return _Hashed(stream, keep, block_bytes)
+
+    def _block_bytes(self, size_bytes: int) -> int:
+        # By the files of all ranks: many small ones have as many blocks as a large one.
+        return block_bytes_for(size_bytes * self._num_ranks)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
         """Raises ``CheckpointDamagedError``, as what it returns does."""

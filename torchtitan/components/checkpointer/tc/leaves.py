@@ -40,7 +40,10 @@ def leaves(tree: Any, nested: Nested = ()) -> Iterator[tuple[Nested, Any]]:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """How long the elements of all tensors in ``tree`` are that are this rank's."""
+    """About how long the elements of all tensors in ``tree`` are that are this rank's.
+
+    For what payload.py has let pass, all of which are strided; tied ones count twice.
+    """
     tensors = [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
     return sum(local_part(tensor).nbytes for tensor in tensors)
 

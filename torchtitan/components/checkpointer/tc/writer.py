@@ -90,7 +90,8 @@ class Writer(CheckpointWriter):
             # File by file it would lead over a half checkpoint that has its final name and its marker.
             in_place = replace(self._args.config, write_to_temp_dir=False)
             self._args = replace(self._args, config=in_place)
-        self._checked = CheckedStorage(self._storage)
+        num_ranks = args.rank_info.role_world_size
+        self._checked = CheckedStorage(self._storage, num_ranks=num_ranks)
         self._storage: Storage = self._checked
         self._new_commit = new_commit
         self._may_publish = may_publish

@@ -140,6 +140,7 @@ def main() -> None:
     init_logger()  # what is said here looks as it does in the trainer
     # Meshes come without process groups here, which torch would warn of, past our console.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-    # The first sharded tensor would import it, which takes a second, while its save waits.
+    # The first sharded tensor would import it, which takes a second, while its save waits. By name, since
+    # nothing here uses it.
     importlib.import_module("torch._dynamo")
     serving.run(join=join, save=save, is_agreed=is_agreed)

@@ -1,5 +1,6 @@
 """The commit record: one text for one checkpoint, and any other text is found."""
 
+import itertools
 import json
 import pickle
 import re
@@ -50,7 +51,7 @@ HEAD = Head(
 )
 FILES = {
     "__0_0.distcp": FileDigest(BLOCK_BYTES + 5, "0123456789abcdef", "0" * 16 + "f" * 16),
-    ".metadata": digest_of(b"index"),
+    ".metadata": digest_of(b"index", 2**18),
 }
 EXAMPLE = Manifest(HEAD, FILES)
 
@@ -75,13 +76,17 @@ def signed(content: bytes) -> bytes:
     ),
     step=st.integers(0, 10**9),
     kind=st.sampled_from(["full", "model_only", "hf"]),
+    block_bytes=st.lists(st.integers(1, BLOCK_BYTES), min_size=3, max_size=3),
 )
 def test_what_is_written_is_what_is_read(
-    config: dict[str, Any] | None, names: set[str], step: int, kind: Any
+    config: dict[str, Any] | None, names: set[str], step: int, kind: Any, block_bytes: list[int]
 ) -> None:
     run = RunDescription(config, {"dp_shard": 4})
     head = head_of(step, kind, "torch_checkpointing", 4, run)
-    manifest = Manifest(head, {name: digest_of(name.encode("utf-8", "replace")) for name in names})
+    lengths = itertools.cycle(block_bytes)
+    contents = {name: name.encode("utf-8", "replace") for name in names}
+    files = {name: digest_of(content, next(lengths)) for name, content in contents.items()}
+    manifest = Manifest(head, files)
     content = render(manifest)
     assert parse(content, "m") == manifest
     assert render(parse(content, "m")) == content == signed(content)

@@ -92,7 +92,7 @@ def test_it_is_what_a_save_at_once_would_have_found(run: Run) -> None:
     states["extra"].values["table"].zero_()
     states["extra"].values["nested"][0]["a"].zero_()
     found = taken.items()
-    assert values(found) == wanted
+    assert values(found) == wanted and list(found.values) == list(states)
     assert values(items_of(states)) != wanted
     at_once = items_of(states).tensors
     assert found.tensors is not None and at_once is not None
@@ -205,6 +205,7 @@ def test_what_a_model_computes_is_as_it_was_whatever_a_forward_pass_changes() ->
         found = put_together()
         one_by_one.append(found)
         assert found["second"].data_ptr() == model.both[2:].data_ptr()
+        assert found["first"] is wrapper.cached_state_dict["first"]  # and no second copy
         assert {
             key: value.tolist() if isinstance(value, torch.Tensor) else value
             for key, value in found.items()

@@ -51,7 +51,7 @@ def test_every_way_to_write_a_file_leaves_its_digest(tmp_path: Path, on_disk: bo
     with storage.stream_write(folder / "a") as stream:
         for start in range(0, len(LONG), 999_999):
             stream.write(LONG[start : start + 999_999])
-    item = {"w": torch.arange(10)}
+    item = {"w": torch.arange(100_000)}
     with storage.get_write_stream(folder / "inside/b", item) as stream:
         torch.save(item, cast(IO[bytes], stream))
     storage.write(folder / "c", memoryview(LONG))
@@ -70,25 +70,33 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "block_bytes"),
+    ("size_bytes", "num_ranks", "block_bytes"),
     [
-        (0, MIB // 4),
-        (512 * MIB - 1, MIB // 4),
-        (512 * MIB, MIB // 2),
-        (1024 * MIB - 1, MIB // 2),
-        (1024 * MIB, MIB),
-        (2**40, MIB),
+        (0, 1, MIB // 4),
+        (512 * MIB - 1, 1, MIB // 4),
+        (512 * MIB, 1, MIB // 2),
+        (256 * MIB, 2, MIB // 2),
+        (1024 * MIB - 1, 1, MIB // 2),
+        (1024 * MIB, 1, MIB),
+        (MIB, 1024, MIB),
+        (2**40, 1, MIB),
     ],
 )
-def test_a_small_file_has_short_blocks_and_a_large_one_not_too_many(
-    memory: InMemory, size_bytes: int, block_bytes: int
+def test_a_small_item_has_short_blocks_and_a_large_one_of_all_ranks_not_too_many(
+    memory: InMemory, size_bytes: int, num_ranks: int, block_bytes: int
 ) -> None:
-    storage = CheckedStorage(memory.create_storage())
+    storage = CheckedStorage(memory.create_storage(), num_ranks=num_ranks)
     half = torch.empty(size_bytes // 2, dtype=torch.uint8, device="meta")
     rest = torch.empty(size_bytes - size_bytes // 2, dtype=torch.uint8, device="meta")
     with storage.get_write_stream(STEP / "a", {"one": half, "more": [rest, 7]}) as stream:
         cast(IO[bytes], stream).write(b"abc")
     assert storage.written_below(STEP)["a"].block_bytes == block_bytes
+
+
+def test_what_is_written_at_once_has_short_blocks_as_well(memory: InMemory) -> None:
+    storage = CheckedStorage(memory.create_storage())
+    storage.write(STEP / "a", bytes(MIB))
+    assert storage.written_below(STEP)["a"] == digest_in(bytes(MIB), MIB // 4)
 
 
 def test_a_file_that_was_not_finished_is_no_part_of_what_was_written(memory: InMemory) -> None:
@@ -135,9 +143,9 @@ def test_what_a_callback_deletes_or_renames_is_known_as_it_then_is(memory: InMem
     storage.rmdir(STEP / "gone")
     found = storage.written_below(STEP)
     assert found == {
-        "whole": digest_in(b"b"),
-        "parts/c": digest_in(b"part/c"),
-        "parts/d": digest_in(b"part/d"),
+        "whole": digest_in(b"b", MIB // 4),
+        "parts/c": digest_in(b"part/c", MIB // 4),
+        "parts/d": digest_in(b"part/d", MIB // 4),
     }
     assert {STEP / name for name in found} == set(memory.files)
     storage.forget_written()

@@ -233,6 +233,17 @@ def test_the_manifest_is_the_last_file_before_the_name_and_tells_of_every_other_
     assert asked == [["inside", "manifest.json", "metadata.pkl", "model_0.pt", "raw.bin"]]
 
 
+@pytest.mark.parametrize(("num_ranks", "block_bytes"), [(1, 2**18), (1000, 2**20)])
+def test_a_tensor_of_many_blocks_has_shorter_ones_unless_there_are_as_many_ranks(
+    tmp_path: Path, num_ranks: int, block_bytes: int
+) -> None:
+    args = writer_args(world_size=num_ranks)
+    writer = Writer(args, lambda: Noted(tmp_path), find_head=lambda: HEAD)
+    writer.write(str(tmp_path / "step-1"), nested())
+    digest = require_true(tmp_path / "step-1").files["model_0.pt"]
+    assert digest.block_bytes == block_bytes and digest.num_blocks > 10
+
+
 def test_the_manifest_is_written_when_all_have_written_and_before_they_know_of_it(
     tmp_path: Path,
 ) -> None:
