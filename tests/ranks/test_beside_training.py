@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchtitan.components.checkpointer import torch_checkpointing
 from torchtitan.components.checkpointer.errors import CheckpointSaveError
 from torchtitan.models.common.fused_qkv import FusedQKVLinear
 from torchtitan.models.common.layers import Linear
@@ -102,6 +103,27 @@ def test_a_model_of_fused_and_sharded_projections_is_saved_as_it_was_while_train
 ) -> None:
     found = run_on_ranks(2, go_on_before_the_folder_is_ready, tmp_path)
     assert found == [(False, True), (False, True)]
+
+
+def begin_where_one_rank_cannot(folder: Path) -> list[bool]:
+    """Whether a thread begins the saves from the second one on; rank 1 could not before step 4."""
+    could, step = [], 1
+    with patch.object(
+        torch_checkpointing, "could_capture", lambda states: dist.get_rank() == 0 or step > 3
+    ):
+        run = run_in(folder)
+        for step in range(2, 7):
+            run.train(step)
+            could.append(run.manager._beginning is not None)
+    run.manager.close()
+    return could
+
+
+def test_no_rank_leaves_a_save_to_a_thread_before_all_have_said_that_they_could(
+    tmp_path: Path,
+) -> None:
+    found = run_on_ranks(2, begin_where_one_rank_cannot, tmp_path)
+    assert found == [[False, False, False, True, True]] * 2
 
 
 def counts_in(lines: list[str]) -> list[str]:

@@ -260,14 +260,13 @@ def test_where_memory_turns_out_too_small_training_waits_for_the_write(
 def test_nothing_is_taken_beside_a_save_that_may_still_read_what_the_last_was_taken_into(
     tmp_path: Path,
 ) -> None:
-    run = run_in(tmp_path)
+    run = run_in(tmp_path, on_save_failure="warn", max_failed_saves=9)
     late = CheckpointSaveTimeoutError("given up")
     with (
         patch.object(run.manager, "_end_of_previous", return_value=late),
         patch.object(run.manager, "_captured", side_effect=AssertionError("it is taken")),
-        pytest.raises(CheckpointSaveTimeoutError, match="given up"),
     ):
-        run.manager.save(2)
+        assert not run.manager.save(2)
     run.manager.close()
 
 
