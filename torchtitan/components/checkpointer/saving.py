@@ -125,7 +125,10 @@ class SavingManager(BaseCheckpointManager):
     def _is_async(self) -> bool: ...
 
     def _captured(self) -> Any | None:
-        """The state as it is now, for a save that a thread begins; None where training has to do that."""
+        """The state as it is now, for a save that a thread begins; None where training has to do that.
+
+        What is given says in ``must_be_waited_for`` whether training may go on before that thread is through.
+        """
         return None
 
     def _save(self, curr_step: int, last_step: bool) -> bool:
@@ -144,6 +147,8 @@ class SavingManager(BaseCheckpointManager):
         )
         if may_begin and not last_step and (captured := self._captured()) is not None:
             self._begin_beside_training(save, earlier, captured)
+            if captured.must_be_waited_for:
+                self._join()
             return True
         with patience(timedelta(seconds=self.timeout_seconds)):
             has_begun, ending = self._carry_out(save, earlier, None)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from torchtitan.components.checkpointer.model_entries import (
     ask,
@@ -37,11 +38,12 @@ COPIED_AT_ONCE_BYTES = 1 << 20
 
 
 class ModelWrapper(Stateful):
-    """One state dict over all parts of a model, with storage that never moves.
+    """One state dict over all parts of a model, with storage that moves only where the model's does.
 
     Staging buffers are found by the storage they were copied from. Entries that a model computes
-    on the fly (a fused weight that is saved in parts) get new storage on every call, so their
-    values are copied into the tensors handed out the first time.
+    on the fly (a fused weight that is saved in parts) get new storage on every call, so from the second
+    one on their values are copied into tensors of this object. Nothing else is ever written: what the model
+    has shown before it may need again (weights that an average stands in for while it is saved).
     """
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
@@ -50,6 +52,8 @@ class ModelWrapper(Stateful):
         self.parameters: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         """All of the model's as they were when its entries were last taken, saved or not."""
+        self._computed: dict[str, torch.Tensor] = {}
+        """Of the cached entries those in memory of this object, for what is computed anew each time."""
         self._copies: dict[str, torch.Tensor] = {}
         """Of the entries that change in a forward pass, as they were at the last save that took them."""
         # What the model's tensors looked like, and which they were, when every cached entry was a view of one.
@@ -90,6 +94,7 @@ class ModelWrapper(Stateful):
         self._sights, self._seen = {}, []
         for gone in self.cached_state_dict.keys() - fresh.keys():
             del self.cached_state_dict[gone]
+            self._computed.pop(gone, None)
         changed = {
             name: value
             for name, value in fresh.items()
@@ -97,20 +102,18 @@ class ModelWrapper(Stateful):
         }
         if not changed:
             return True
-        is_copied = False
-        in_use = {_place(value)[0] for value in fresh.values() if isinstance(value, torch.Tensor)}
-        sources: dict[tuple[int, int], tuple[int, int]] = {}
+        memories = {_place(each)[0] for each in (*self.parameters, *self.buffers)}
+        computed: dict[str, torch.Tensor] = {}
         for name, value in changed.items():
             cached = self.cached_state_dict.get(name)
-            # Entries that were tied share a cached tensor; once untied each needs its own.
-            if _can_receive(cached, value, in_use) and _place(value) == sources.setdefault(
-                _place(cached), _place(value)
-            ):
-                local_part(cached).copy_(local_part(value))
-                is_copied = True
+            if name not in own and _alike(cached, value) and _place(value)[0] not in memories:
+                computed[name] = value
             else:
                 self.cached_state_dict[name] = value.detach() if name in own else value
-        return not is_copied
+                self._computed.pop(name, None)
+        self._computed |= copies_of(computed, self._computed)
+        self.cached_state_dict |= {name: self._computed[name] for name in computed}
+        return not computed
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +151,9 @@ class ModelWrapper(Stateful):
             return None
         # Now, and not by that thread: the memory of a parameter may be exchanged for a while meanwhile.
         values = list(fresh.values())
-        if sights != self._sights or not all(map(operator.is_, values, self._seen)):
+        if is_asked:
+            self._take_over(fresh, own)
+        elif sights != self._sights or not all(map(operator.is_, values, self._seen)):
             if self._take_over(fresh, own):
                 self._sights, self._seen = sights, values
         if is_asked:
@@ -157,7 +162,7 @@ class ModelWrapper(Stateful):
         entries = {**self.cached_state_dict, **self._copies}
         if is_asked:
             others = fresh.keys() - tensors.keys()
-            entries |= {name: copy.deepcopy(fresh[name]) for name in others}
+            entries |= {name: _copy_of(fresh[name]) for name in others}
         return lambda: entries
 
     def _changing(
@@ -296,17 +301,19 @@ def copies_of(
     return copies
 
 
-def _can_receive(cached: Any, fresh: Any, in_use: set[int]) -> bool:
-    """Whether ``fresh`` may be copied over ``cached``.
-
-    Never when the memory of ``cached`` is that of any entry the model has now (another view of
-    it, weights that were untied or traded places): that copy would overwrite a parameter.
-    """
-    return (
-        _both_tensors(cached, fresh)
-        and _layout(cached) == _layout(fresh)
-        and _place(cached)[0] not in in_use
+def _copy_of(value: Any) -> Any:
+    """A copy of what is no tensor; of tensors in it without their history, with which they could have none."""
+    return tree_map(
+        lambda leaf: (
+            leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+        ),
+        value,
     )
+
+
+def _alike(cached: Any, fresh: Any) -> bool:
+    """Whether the one may stand for the other, once it has its values."""
+    return _both_tensors(cached, fresh) and _layout(cached) == _layout(fresh)
 
 
 def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.Tensor], bool]:

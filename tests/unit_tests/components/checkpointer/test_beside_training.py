@@ -21,6 +21,7 @@ from torchtitan.components.checkpointer.errors import (
     CheckpointSaveTimeoutError,
 )
 from torchtitan.components.checkpointer.saving import SavingManager
+from torchtitan.components.checkpointer.state import ModelWrapper
 
 from tests.unit_tests.components.checkpointer.runs import build_run, message_of, names, Run
 from tests.unit_tests.components.checkpointer.tc.stand_ins import Writers
@@ -267,6 +268,16 @@ def test_nothing_is_taken_beside_a_save_that_may_still_read_what_the_last_was_ta
         patch.object(run.manager, "_captured", side_effect=AssertionError("it is taken")),
     ):
         assert not run.manager.save(2)
+    run.manager.close()
+
+
+def test_a_rank_whose_model_failed_goes_on_only_when_all_know_of_it(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    run.train(2, save=False)
+    with patch.object(ModelWrapper, "state_dict_later", side_effect=OSError("gone")):
+        assert run.manager.save(2) and run.manager._beginning is None
+    with pytest.raises(CheckpointSaveError, match="the state model cannot be saved: OSError: gone"):
+        run.train(3)
     run.manager.close()
 
 

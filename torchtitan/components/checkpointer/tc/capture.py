@@ -38,6 +38,10 @@ class Captured(NamedTuple):
 
     taken_at: Moment
 
+    must_be_waited_for: bool
+    """Other ranks may still ask this one for its part of the model, which has failed here. What training sends
+    next they would take for that."""
+
 
 def could_capture(states: Mapping[str, Any]) -> bool:
     """Whether ``capture`` would give something, as far as that can be told without other ranks."""
@@ -50,12 +54,14 @@ def capture(states: Mapping[str, Any], stager: SharedMemoryStager) -> Captured |
     A collective where asking the model for its entries is one.
     """
     found: dict[str, Callable[[], Any]] = {}
+    has_failed: set[str] = set()
     for key in sorted(states, key=lambda key: key == MODEL):
         # What an object fails with is told to all ranks, as the others wait.
         try:
             find = _later(key, states[key])
         except Exception as error:
             find = partial(_raise, error)
+            has_failed.add(key)
         if find is None:
             return None
         found[key] = find
@@ -65,7 +71,7 @@ def capture(states: Mapping[str, Any], stager: SharedMemoryStager) -> Captured |
         moment.wait()  # digests are computed of tensors that are on a device, and not in its stream
         return items_from({key: found[key] for key in states})
 
-    return Captured(items, moment)
+    return Captured(items, moment, MODEL in has_failed)
 
 
 def _could(key: str, state: Any) -> bool:

@@ -168,11 +168,12 @@ class Computed(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
         self.count = [0]
         self.hidden = torch.zeros(2)
+        self.loss = self.both.sum() * 0
         self.asked = [] if asked is None else asked
         self.register_state_dict_post_hook(self._split)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"count": self.count}
+        return {"count": self.count, "loss": self.loss}
 
     @staticmethod
     def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -197,7 +198,7 @@ def test_what_a_model_computes_is_as_it_was_whatever_a_forward_pass_changes() ->
             "first": [number, number + 1],
             "second": [number + 2, number + 3],
             "hidden": [number, number],
-            "_extra_state": {"count": [number]},
+            "_extra_state": {"count": [number], "loss": torch.tensor(0.0)},
         }
         put_together = wrapper.state_dict_later()
         assert put_together is not None
@@ -215,6 +216,44 @@ def test_what_a_model_computes_is_as_it_was_whatever_a_forward_pass_changes() ->
     # By the memory that was copied from, what was staged is found again.
     for name in ("first", "hidden", "seen"):
         assert one_by_one[1][name] is one_by_one[2][name], name
+
+
+class Noting(nn.Module):
+    """Saves nothing but what a hook adds, if it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = {"note": "text"}
+        self.register_state_dict_post_hook(self._add)
+
+    @staticmethod
+    def _add(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        assert isinstance(module, Noting)
+        state |= module.notes
+
+
+def test_an_entry_that_is_no_tensor_goes_when_the_model_has_it_no_more() -> None:
+    model = Noting()
+    wrapper = ModelWrapper([nn.Linear(1, 1), model])
+    for notes in ({"note": "text"}, {"note": "text"}, {}, {"other": "text"}):
+        model.notes = notes
+        put_together = wrapper.state_dict_later()
+        assert put_together is not None
+        assert put_together().keys() == {"weight", "bias"} | notes.keys()
+
+
+@pytest.mark.parametrize("key", [MODEL, "extra"])
+def test_training_waits_where_others_may_still_ask_this_rank_for_a_model_that_failed(
+    key: str,
+) -> None:
+    states = {MODEL: ModelWrapper(Computed()), "extra": Counter(it=torch.zeros(1))}
+    assert not captured(states).must_be_waited_for
+    failing = {MODEL: (ModelWrapper, "state_dict_later"), "extra": (Counter, "state_dict")}[key]
+    with patch.object(*failing, side_effect=OSError("gone")):
+        taken = captured(states)
+    assert taken.must_be_waited_for is (key == MODEL)
+    with pytest.raises(RuntimeError, match=f"the state {key} cannot be saved: OSError: gone"):
+        taken.items()
 
 
 def test_a_model_is_asked_once_for_a_save_and_after_all_else_that_could_give_it_up() -> None:
