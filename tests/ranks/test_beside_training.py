@@ -35,7 +35,7 @@ class Projections(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         queries, keys, values = self.qkv(hidden)
-        return (queries * keys + values).squeeze(1)
+        return (queries * keys + values).squeeze(1).clone()
 
 
 class Fused(Tiny):
