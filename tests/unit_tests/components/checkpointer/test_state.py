@@ -118,8 +118,13 @@ def test_what_stood_in_for_something_else_for_a_while_is_never_written_to(later:
     assert [each.tolist() for each in model.by_turns] == [[4.0] * 2, [5.0] * 2]
 
 
-def test_a_parameter_that_moved_is_taken_where_it_is_and_the_old_memory_is_left_alone() -> None:
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_parameter_that_moved_is_taken_where_it_is_and_the_old_memory_is_left_alone(
+    has_hook: bool,
+) -> None:
     model = nn.Linear(2, 2, bias=False)
+    if has_hook:
+        model.register_state_dict_post_hook(lambda *arguments: None)
     wrapper, old = ModelWrapper(model), model.weight.data
     before = old.tolist()
     model.weight.data = torch.full((2, 2), 5.0)
