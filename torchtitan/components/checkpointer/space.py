@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from torchtitan.components.checkpointer.disk_trouble import mib
-from torchtitan.components.checkpointer.state import local_part, MODEL, ModelWrapper, OPTIMIZER
+from torchtitan.components.checkpointer.state import MODEL, ModelWrapper, OPTIMIZER
+from torchtitan.components.checkpointer.tensor_memory import local_part
 
 # Measured on tiny checkpoints of both back ends, where nearly all is of this kind: settings of the
 # optimizer and the entry in the index, the frame around the elements, random number generators.

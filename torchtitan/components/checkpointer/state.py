@@ -6,22 +6,32 @@ else lies under its state key. That layout is what makes a checkpoint readable b
     ModelWrapper.state_dict (model_entries.py) -> flatten_states -> the dict that a backend writes or fills
 """
 
-import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from torchtitan.components.checkpointer.model_entries import (
     ask,
     Found,
     look_into,
     look_past_state_dict,
+)
+from torchtitan.components.checkpointer.tensor_memory import (
+    alike,
+    copies_of,
+    copy_of,
+    inside,
+    layout_of,
+    local_part,
+    memories_of,
+    place_of,
+    same_view,
+    sights_of,
+    tensors_in,
 )
 
 MODEL = "model"
@@ -30,8 +40,6 @@ LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
 RANK_STATE = "rank_state"
-
-Name = TypeVar("Name")
 
 COPIED_AT_ONCE_BYTES = 1 << 20
 """More than that training does not copy a second time, where only a copy would let it go on."""
@@ -92,27 +100,26 @@ class ModelWrapper(Stateful):
         Returns whether each is a view of the fresh one now; of another one the values were copied.
         """
         self._sights, self._seen = {}, []
-        for gone in self.cached_state_dict.keys() - fresh.keys():
-            del self.cached_state_dict[gone]
+        cached = self.cached_state_dict
+        for gone in cached.keys() - fresh.keys():
+            del cached[gone]
             self._computed.pop(gone, None)
         changed = {
-            name: value
-            for name, value in fresh.items()
-            if not _same_view(self.cached_state_dict.get(name), value)
+            name: value for name, value in fresh.items() if not same_view(cached.get(name), value)
         }
         if not changed:
             return True
-        memories = {_place(each)[0] for each in (*self.parameters, *self.buffers)}
+        others = {name for name in changed.keys() - own if alike(cached.get(name), changed[name])}
+        memories = memories_of((*self.parameters, *self.buffers)) if others else set()
         computed: dict[str, torch.Tensor] = {}
         for name, value in changed.items():
-            cached = self.cached_state_dict.get(name)
-            if name not in own and _alike(cached, value) and _place(value)[0] not in memories:
+            if name in others and place_of(value)[0] not in memories:
                 computed[name] = value
             else:
-                self.cached_state_dict[name] = value.detach() if name in own else value
+                cached[name] = value.detach() if name in own else value
                 self._computed.pop(name, None)
         self._computed |= copies_of(computed, self._computed)
-        self.cached_state_dict |= {name: self._computed[name] for name in computed}
+        cached |= {name: self._computed[name] for name in computed}
         return not computed
 
     @torch.no_grad()
@@ -123,8 +130,8 @@ class ModelWrapper(Stateful):
 
     def can_be_taken_later(self) -> bool:
         """Whether ``state_dict_later`` would do, going by how the model was last; asks no other rank."""
-        entries = _tensors_in(self.cached_state_dict)
-        return self._changing(entries, _sights_of(entries)) is not None
+        entries = tensors_in(self.cached_state_dict)
+        return self._changing(entries, sights_of(entries)) is not None
 
     @torch.no_grad()
     def state_dict_later(self) -> Callable[[], dict[str, Any]] | None:
@@ -142,8 +149,8 @@ class ModelWrapper(Stateful):
             ask(part) if found is None else found
             for part, found in zip(self.model, parts, strict=True)
         )
-        tensors = _tensors_in(fresh) if is_asked else fresh
-        sights = _sights_of(tensors)
+        tensors = tensors_in(fresh) if is_asked else fresh
+        sights = sights_of(tensors)
         names = self._changing(
             tensors, sights, limit_bytes=None if is_asked else COPIED_AT_ONCE_BYTES
         )
@@ -162,7 +169,7 @@ class ModelWrapper(Stateful):
         entries = {**self.cached_state_dict, **self._copies}
         if is_asked:
             others = fresh.keys() - tensors.keys()
-            entries |= {name: _copy_of(fresh[name]) for name in others}
+            entries |= {name: copy_of(fresh[name]) for name in others}
         return lambda: entries
 
     def _changing(
@@ -173,19 +180,19 @@ class ModelWrapper(Stateful):
         limit_bytes: int | None = COPIED_AT_ONCE_BYTES,
     ) -> list[str] | None:
         """The names of those that change in a forward pass; None if they are larger than the limit."""
-        names = _inside(sights, self.buffers)
+        names = inside(sights, self.buffers)
         size_bytes = sum(local_part(entries[name]).nbytes for name in names)
         return None if limit_bytes is not None and size_bytes > limit_bytes else names
 
     def _unknown(self, entries: Mapping[str, torch.Tensor], known: list[str]) -> list[str]:
-        """The names of those in memory that is neither a parameter's nor, as that of a copy, nobody else's."""
-        memories = {_place(parameter)[0] for parameter in self.parameters}
+        """The names of those in memory that anybody may write to: neither a parameter's nor this object's."""
+        memories = memories_of(self.parameters)
         cached = self.cached_state_dict
         return [
             name
             for name, value in entries.items()
-            if _place(value)[0] not in memories
-            and _place(value)[0] == _place(cached[name])[0]
+            if place_of(value)[0] not in memories
+            and place_of(value)[0] == place_of(cached[name])[0]
             and name not in known
         ]
 
@@ -197,125 +204,6 @@ class ModelWrapper(Stateful):
         self._refresh()
 
 
-def local_part(tensor: Any) -> torch.Tensor:
-    """This rank's elements of ``tensor``, by reference and without a gradient history."""
-    local = _elements(tensor)
-    # To detach what has none takes time for nothing, and a save does it for each tensor.
-    return local.detach() if local.requires_grad else local
-
-
-def _elements(tensor: Any) -> torch.Tensor:
-    """As ``local_part``, but it may have a history: to be looked at and not to be kept."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # to_local goes through autograd, which for hundreds of tensors makes a save noticeably longer.
-    local = tensor._local_tensor
-    return local if type(local) is torch.Tensor else tensor.to_local()
-
-
-def _both_tensors(cached: Any, fresh: Any) -> bool:
-    return isinstance(cached, torch.Tensor) and isinstance(fresh, torch.Tensor)
-
-
-def _same_spec(cached: torch.Tensor, fresh: torch.Tensor) -> bool:
-    ours, theirs = getattr(cached, "_spec", None), getattr(fresh, "_spec", None)
-    return ours is theirs or ours == theirs
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    spec = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    local = _elements(tensor)
-    return (tensor.shape, local.shape, tensor.dtype, local.device, spec)
-
-
-def _place(tensor: Any) -> tuple[int, int]:
-    """Where the elements begin: (address of the storage, offset in it)."""
-    local = _elements(tensor)
-    return local.untyped_storage().data_ptr(), int(local.storage_offset())
-
-
-def _sight(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What differs between two looks at one tensor that do not see the same elements in the same way."""
-    # Training waits for this, once for each entry.
-    local = _elements(tensor)
-    spec = getattr(tensor, "_spec", None)
-    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, spec
-
-
-def _sights_of(entries: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
-    return {name: _sight(value) for name, value in entries.items()}
-
-
-def _tensors_in(entries: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-
-
-def _inside(sights: Mapping[str, tuple[Any, ...]], others: Iterable[torch.Tensor]) -> list[str]:
-    """The names of those that begin in the memory of one of the ``others``."""
-    memories = [_elements(other).untyped_storage() for other in others]
-    ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in memories]
-    if not ranges:
-        return []
-    lowest, highest = min(begin for begin, _ in ranges), max(end for _, end in ranges)
-    return [
-        name
-        for name, (address, *_) in sights.items()
-        if lowest <= address < highest and any(begin <= address < end for begin, end in ranges)
-    ]
-
-
-def _same_view(cached: Any, fresh: Any) -> bool:
-    """Whether both look at the same elements of the same memory."""
-    if not _both_tensors(cached, fresh):
-        return False
-    ours, theirs = _elements(cached), _elements(fresh)
-    # The memory of the cached one cannot have become another's: it still holds it. Training waits for
-    # this, once for each entry, so it asks for nothing that takes a tensor long to tell.
-    return (
-        ours.data_ptr() == theirs.data_ptr()
-        and ours.shape == theirs.shape
-        and ours.stride() == theirs.stride()
-        and ours.dtype == theirs.dtype
-        and ours.device == theirs.device
-        and _same_spec(cached, fresh)
-    )
-
-
-def copies_of(
-    tensors: Mapping[Name, torch.Tensor], earlier: Mapping[Name, torch.Tensor]
-) -> dict[Name, torch.Tensor]:
-    """Copies of ``tensors`` as they are now, in memory of ``earlier`` ones where that fits; tied ones stay so."""
-    made: dict[tuple[Any, ...], torch.Tensor] = {}
-    copies = {}
-    for name, tensor in tensors.items():
-        view = (_place(tensor), _layout(tensor), tensor.stride())
-        if view not in made:
-            place = earlier.get(name)
-            is_free = not any(place is one for one in made.values())
-            if place is not None and is_free and _layout(place) == _layout(tensor):
-                local_part(place).copy_(local_part(tensor))
-            else:
-                place = tensor.detach().clone()
-            made[view] = place
-        copies[name] = made[view]
-    return copies
-
-
-def _copy_of(value: Any) -> Any:
-    """A copy of what is no tensor; of tensors in it without their history, with which they could have none."""
-    return tree_map(
-        lambda leaf: (
-            leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
-        ),
-        value,
-    )
-
-
-def _alike(cached: Any, fresh: Any) -> bool:
-    """Whether the one may stand for the other, once it has its values."""
-    return _both_tensors(cached, fresh) and _layout(cached) == _layout(fresh)
-
-
 def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.Tensor], bool]:
     """Tells whether nothing but the optimizer's step changes a tensor below a key of a checkpoint.
 
@@ -323,15 +211,14 @@ def changed_by_updates_only(states: Mapping[str, Any]) -> Callable[[str, torch.T
     there, and of other objects, the extra state of a module among them, nobody knows. Ask once the
     entries of the model have been taken for the save.
     """
-    moving = {_place(each)[0] for each in states[MODEL].buffers}
-    still = {_place(each)[0] for each in states[MODEL].parameters} - moving
+    still = memories_of(states[MODEL].parameters) - memories_of(states[MODEL].buffers)
 
     def is_model(key: str) -> bool:
         # One entry of the model at the top level of a checkpoint, or all of them under one key.
         return key == MODEL or key not in states
 
     def is_still(key: str, tensor: torch.Tensor) -> bool:
-        return key == OPTIMIZER or (is_model(key) and _place(tensor)[0] in still)
+        return key == OPTIMIZER or (is_model(key) and place_of(tensor)[0] in still)
 
     return is_still
 
@@ -374,7 +261,7 @@ def cast_for_export(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[s
         if value.dtype == dtype:
             return value
         # Two that share a place without being tied have no elements, and so nothing to mix up.
-        view = (_place(value), _layout(value), value.stride())
+        view = (place_of(value), layout_of(value), value.stride())
         if view not in made:
             made[view] = value.to(dtype)
         return made[view]

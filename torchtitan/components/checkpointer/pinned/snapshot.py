@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpointer.pinned.arena import aligned, Arena
-from torchtitan.components.checkpointer.state import local_part
+from torchtitan.components.checkpointer.tensor_memory import local_part
 
 CanWait = Callable[[str, torch.Tensor], bool]
 """(top-level key, tensor) -> whether nothing but the optimizer's next step changes it."""

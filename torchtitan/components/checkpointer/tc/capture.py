@@ -21,13 +21,13 @@ import torch
 from torchtitan.components.checkpointer.pinned.stager import Moment, SharedMemoryStager
 from torchtitan.components.checkpointer.state import (
     COPIED_AT_ONCE_BYTES,
-    copies_of,
     MODEL,
     ModelWrapper,
     OPTIMIZER,
 )
 from torchtitan.components.checkpointer.tc.leaves import leaves, Nested
 from torchtitan.components.checkpointer.tc.payload import Items, items_from, value_of
+from torchtitan.components.checkpointer.tensor_memory import copies_of
 
 
 class Captured(NamedTuple):

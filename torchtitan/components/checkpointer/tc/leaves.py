@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpointer.state import local_part, MODEL
+from torchtitan.components.checkpointer.state import MODEL
+from torchtitan.components.checkpointer.tensor_memory import local_part
 
 Nested = tuple[str | int, ...]
 """Where something lies in the state dict of an item."""

@@ -56,10 +56,10 @@ from torch_checkpointing.types import CheckpointPath, NestedPath
 from torch_checkpointing.walk_utils import walk_checkpoint_structure
 
 from torchtitan.components.checkpointer.screening import load_plain
-from torchtitan.components.checkpointer.state import local_part
 from torchtitan.components.checkpointer.tc.faults import checks_all, fault
 from torchtitan.components.checkpointer.tc.ranks import rank_info_of_this_process
 from torchtitan.components.checkpointer.tc.slices import read_into
+from torchtitan.components.checkpointer.tensor_memory import local_part
 
 _Planned = tuple[NestedPath, LoadPlan]
 _Slice = tuple[NestedPath, LoadPlan, torch.Tensor]

@@ -20,7 +20,7 @@ from torch_checkpointing.distributed_metadata import GlobalObjectMetadata, Local
 from torch_checkpointing.dtensor_metadata import DTensorShardingMetadata
 from torch_checkpointing.types import NestedPath
 
-from torchtitan.components.checkpointer.state import local_part
+from torchtitan.components.checkpointer.tensor_memory import local_part
 
 Described = dict[str, dict[NestedPath, list[GlobalObjectMetadata]]]
 """Of each item and path, how the tensor is laid out and who writes it."""
